@@ -1,0 +1,159 @@
+"""pass@1 of a model over k runs: a function that train.py calls, and a script.
+
+    python evaluate.py --model runs/RUN/checkpoints/step-1170 --dataset math500,amc23,aime24
+
+The sampler is the one that trains, at the paper's evaluation settings: temperature 0.6, top-p 0.95,
+top-k 20.
+"""
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import toy  # noqa: F401  adds the data sets "toy" and "toy-test"
+from data import SOURCES, InputError, Parser, load_problems, run_script
+from policy import encode_prompt, gather, init_ranks, load, sample
+from rewards import is_correct
+
+
+def evaluate(model, tokenizer, problems, runs, name="evaluation", **settings):
+    """Sample every problem `runs` times -> (summary, records: every sample, in order). Ranks share
+    the problems.
+
+    summary: pass_at_1 (mean over questions of the share of right samples), stderr (of that mean,
+    over questions: how much another draw of questions would move it), exact_match, answered and
+    truncated (shares of samples), tokens (mean length of a completion), questions, runs. settings:
+    max_new_tokens, temperature, top_p, top_k.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = problems[rank::world]
+    prompts = [encode_prompt(tokenizer, problem) for problem in mine]
+    with tqdm(
+        total=len(mine) * runs, desc=name, unit="sample", leave=False, disable=rank > 0
+    ) as bar:
+        rollouts = sample(model, tokenizer, mine, prompts, n=runs, progress=bar.update, **settings)
+    records = [
+        {
+            "index": rank + world * k,
+            "question": rollout.problem.question,
+            "reference": rollout.problem.reference,
+            "answer": rollout.answers[i],
+            "correct": is_correct(rollout.problem, rollout.texts[i], rollout.answers[i]),
+            "truncated": rollout.truncated[i],
+            "tokens": len(rollout.completions[i]),
+            "text": rollout.texts[i],
+        }
+        for k, rollout in enumerate(rollouts)
+        for i in range(runs)
+    ]
+    records = sorted(
+        gather(records), key=lambda record: record["index"]
+    )  # sorted() keeps the order of the runs
+
+    def mean(values):
+        return sum(values) / len(records)
+
+    by_question = torch.tensor([float(r["correct"]) for r in records]).view(-1, runs).mean(1)
+    summary = {
+        "pass_at_1": by_question.mean().item(),
+        "stderr": (by_question.std() / len(by_question) ** 0.5).item()
+        if len(by_question) > 1
+        else None,
+        "exact_match": mean(r["answer"] == r["reference"] for r in records),
+        "answered": mean(r["answer"] is not None for r in records),
+        "truncated": mean(r["truncated"] for r in records),
+        "tokens": mean(r["tokens"] for r in records),
+        "questions": len(problems),
+        "runs": runs,
+    }
+    return summary, records
+
+
+def table(results):
+    """results: data set -> summary. The paper's table: a line a data set, and the average."""
+    lines = [
+        "data set               pass@1    +/-   answered  truncated  tokens   questions x runs"
+    ]
+    for name, s in results.items():
+        spread = f"{100 * s['stderr']:6.1f}" if s["stderr"] is not None else "     -"
+        lines.append(
+            f"{name[-20:]:20} {100 * s['pass_at_1']:8.1f} {spread} {100 * s['answered']:9.1f}% "
+            f"{100 * s['truncated']:9.1f}% {s['tokens']:7.0f}   {s['questions']} x {s['runs']}"
+        )
+    if len(results) > 1:
+        average = sum(s["pass_at_1"] for s in results.values()) / len(results)
+        lines.append(f"{'average':20} {100 * average:8.1f}")
+    return "\n".join(lines)
+
+
+def parse_args():
+    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", required=True, help="Hugging Face model id or directory")
+    parser.add_argument(
+        "--dataset", required=True, help=f"comma-separated names ({', '.join(SOURCES)}) or files"
+    )
+    parser.add_argument(
+        "--runs", type=int, help="samples of each question (16; 1 for multiple choice)"
+    )
+    parser.add_argument(
+        "--limit", type=int, help="only the first so many questions of each data set"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=8192)
+    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--top-k", type=int, default=20, help="0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)"
+    )
+    args = parser.parse_args()
+    for flag in "runs", "limit", "max_new_tokens":
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
+            raise InputError(
+                f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}"
+            )
+    return args
+
+
+def main():
+    logging.basicConfig(format="%(message)s")
+    args = parse_args()
+    out = Path(args.out or time.strftime("runs/%Y%m%d-%H%M%S-eval"))
+    if (out / "results.json").exists():
+        raise InputError(f"{out} holds the results of another evaluation: choose another --out")
+    device = init_ranks()
+    datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
+    model, tokenizer = load(
+        args.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device
+    )
+    torch.manual_seed(args.seed * 1000 + dist.get_rank())
+
+    results, samples = {}, []
+    for name, problems in datasets.items():
+        letters = all(problem.kind == "letter" for problem in problems)
+        runs = args.runs or (SOURCES[name].runs if name in SOURCES else 1 if letters else 16)
+        settings = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+        results[name], records = evaluate(
+            model, tokenizer, problems, runs, name, max_new_tokens=args.max_new_tokens, **settings
+        )
+        samples += [{"dataset": name} | record for record in records]
+
+    if dist.get_rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out / "samples.jsonl", "w") as file:
+            file.writelines(json.dumps(record) + "\n" for record in samples)
+        (out / "results.json").write_text(
+            json.dumps({"args": vars(args), "results": results}, indent=2) + "\n"
+        )
+        print(table(results))
+        print(f"every sample: {out / 'samples.jsonl'}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,468 @@
+"""Tokens: pi_theta, the language model. Load it, sample from it, score with it, train it.
+
+The only file that knows padding, masks and the shift by one. Two copies of the model serve one run:
+- the *policy* is trained: fp32 weights sharded over the ranks by FSDP2, bf16 compute. Adam at a
+  learning rate of
+  1e-6 moves bf16 weights almost never: the update is smaller than their rounding.
+- the *actor* samples, scores, evaluates and is saved: a plain Hugging Face model in bf16 on every
+  rank, a copy of
+  the policy made once a step, so that no rank waits for another while it samples or scores.
+On a CPU both compute in fp32.
+"""
+
+import bisect
+import functools
+import json
+import logging
+import os
+import types
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from data import InputError, Problem, chat_messages, split_answer
+
+# Ends of a turn. A base model ends with the first of its pair, a chat model with the second: stop
+# on either.
+END_OF_TURN = [
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<eos>",
+    "<end_of_turn>",
+    "</s>",
+]
+
+
+# ------------------------------------------------------------------------------------------ the vocabulary
+
+
+class Vocabulary:
+    """The bytes of every token, and which tokens begin with given bytes.
+
+    Token boundaries do not follow characters: `}` may be sampled as the token `}$`, and half of an
+    emoji may be one token. So text is located and answers are scored on bytes. Special tokens have
+    no bytes.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.bytes = token_bytes(tokenizer)  # id -> bytes
+        self.order = sorted(range(len(self.bytes)), key=self.bytes.__getitem__)
+        self.sorted = [self.bytes[i] for i in self.order]
+        for text in (
+            r"so \boxed",
+            "{14",
+        ):  # the context ends before the brace; what is scored begins with it
+            if self.join(self.encode(text)) != text.encode():
+                raise InputError(
+                    f"the tokenizer does not give {text!r} back: its tokens cannot be scored as text"
+                )
+        if self.locate_answer(self.encode(r"so \boxed{14}")) is None:
+            raise InputError(
+                r"the tokenizer merges '\boxed' and '{' into one token: no answer can be cut out"
+            )
+
+    def __len__(self):
+        return len(self.bytes)
+
+    def encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def join(self, ids):
+        return b"".join(self.bytes[i] for i in ids)
+
+    def beginning_with(self, prefix):
+        """Ids of the tokens whose bytes begin with `prefix` (which ends in "}", so its last byte
+        can be raised)."""
+        low = bisect.bisect_left(self.sorted, prefix)
+        high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))
+        return self.order[low:high]
+
+    def locate_answer(self, ids):
+        r"""Sampled ids -> (cut, answer), or None. ids[:cut] is the solution: it ends just before
+        the brace of the last closed \boxed{answer}. The ids are cut as sampled, never re-tokenised;
+        if the brace lies inside a token (no tokeniser we know does this in ordinary text) there is
+        no such cut and so no answer."""
+        pieces = [self.bytes[i] for i in ids]
+        text = b"".join(pieces).decode(
+            "utf-8", "surrogateescape"
+        )  # keeps broken characters, so offsets hold
+        found = split_answer(text)
+        if found is None:
+            return None
+        brace = len(text[: found[0]].encode("utf-8", "surrogateescape"))
+        offset = 0
+        for cut, piece in enumerate(pieces):
+            if offset == brace and piece:
+                return cut, found[1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            offset += len(piece)
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def vocabulary(tokenizer):
+    return Vocabulary(tokenizer)
+
+
+def token_bytes(tokenizer):
+    """The bytes each token stands for, [len(tokenizer)]; b"" for special tokens and unused ids."""
+    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
+    if "ByteLevel" in decoder:  # GPT-2's family: each byte is written as one printable character
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [b for b in range(256) if b not in printable]
+        byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+        def spell(token):
+            return bytes(byte[c] for c in token)
+    elif "ByteFallback" in decoder:  # SentencePiece's family: "▁" is a space, <0x0A> a byte
+
+        def spell(token):
+            is_byte = len(token) == 6 and token.startswith("<0x")
+            return bytes([int(token[3:5], 16)]) if is_byte else token.replace("▁", " ").encode()
+    else:
+        raise InputError(
+            "the tokenizer is neither byte-level nor byte-fallback BPE: its tokens' bytes are unknown"
+        )
+
+    added = tokenizer.added_tokens_decoder
+    table = []
+    for i, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
+        if i in added:
+            table.append(b"" if added[i].special else added[i].content.encode())
+        else:
+            table.append(b"" if token is None else spell(token))
+    return table
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def load(name_or_dir, dtype, device):
+    """A Hugging Face causal language model and its tokenizer -> (model in eval mode, tokenizer)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_dir)
+        model = AutoModelForCausalLM.from_pretrained(
+            name_or_dir, dtype=dtype, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        if os.path.isdir(name_or_dir):
+            raise InputError(
+                f"{name_or_dir}: not a Hugging Face model directory ({error})"
+            ) from error
+        raise InputError(
+            f"cannot load the model {name_or_dir}: no such directory here, and the Hugging Face hub did not give it "
+            f"({error}); a local directory works too: --model DIR"
+        ) from error
+    model = model.to(device).eval()
+    neutralise_generation(model, tokenizer)
+    check_model(model, tokenizer)
+    return model, tokenizer
+
+
+def neutralise_generation(model, tokenizer):
+    """Replace the hub's generation settings, which generate() would merge into ours (top-k 20 or
+    50, penalties)."""
+    stops = model.generation_config.eos_token_id or []
+    stops = {*([stops] if isinstance(stops, int) else stops), tokenizer.eos_token_id}
+    stops |= {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.content in END_OF_TURN
+    }
+    stops = sorted(stops - {None})
+    rows = model.get_input_embeddings().weight.shape[0]
+    model.generation_config = GenerationConfig(
+        eos_token_id=stops,
+        pad_token_id=stops[0],  # only fills: what was sampled ends at the first stop
+        suppress_tokens=list(range(len(tokenizer), rows))
+        or None,  # rows of the embedding that spell no token
+    )
+
+
+@torch.no_grad()
+def check_model(model, tokenizer):
+    """What the method takes for granted, checked once on two sampled tokens: the sampler uses the
+    model's own distribution (temperature 1, nothing filtered), the logits are lm_head of the last
+    hidden state, and attention is over the whole context."""
+    if any(
+        "sliding" in kind or "chunked" in kind
+        for kind in getattr(model.config, "layer_types", None) or []
+    ):
+        raise InputError(f"{model.config.model_type}: sliding-window attention is not supported")
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        raise InputError(
+            f"the tokenizer has {len(tokenizer)} ids, more than the model has embeddings"
+        )
+    prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
+    config = sampling_config(model, max_new_tokens=2, output_logits=True, output_scores=True)
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+    for logits, scores in zip(out.logits, out.scores):
+        assert torch.equal(logits[:, : len(tokenizer)], scores[:, : len(tokenizer)]), (
+            "generate() changes the logits"
+        )
+    hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
+    if not torch.allclose(
+        model.lm_head(hidden[:, -1]).float(), out.logits[0], rtol=0.02, atol=0.02
+    ):
+        raise InputError(
+            f"{model.config.model_type}: its logits are not lm_head(hidden state); not supported"
+        )
+
+
+def encode_prompt(tokenizer, problem):
+    """The paper's prompt as token ids, through the chat template; plain text where the tokenizer
+    has none."""
+    messages = chat_messages(problem)
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+    return tokenizer.encode("\n\n".join(message["content"] for message in messages) + "\n\n")
+
+
+# ------------------------------------------------------------------------------------------ sampling
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One question with its N samples."""
+
+    problem: Problem
+    prompt: list[int]
+    completions: list[list[int]]  # N, as sampled, the stop token included
+    texts: list[str]  # N, the same as text
+    cuts: list[
+        int
+    ]  # N; completions[i][:cuts[i]] is the solution s_i (all of it, where there is no answer)
+    answers: list[str | None]  # N; a_i, or None: no closed box, or cut off by the length limit
+    truncated: list[bool]  # N; cut off by the length limit
+
+    @property
+    def answered(self):
+        return [i for i, answer in enumerate(self.answers) if answer is not None]
+
+    def context(self, i):
+        """q and s_i as token ids, up to just before the brace of the box."""
+        return self.prompt + self.completions[i][: self.cuts[i]]
+
+
+def sample(model, tokenizer, problems, prompts, n, progress=None, **settings):
+    """N samples for each problem -> list[Rollout]. prompts: token ids, one a problem; settings: of
+    generate()."""
+    vocab = vocabulary(tokenizer)
+    completions = generate(
+        model, [p for p in prompts for _ in range(n)], progress=progress, **settings
+    )
+    rollouts = []
+    for k, (problem, prompt) in enumerate(zip(problems, prompts)):
+        group = completions[k * n : (k + 1) * n]
+        truncated = [ids[-1] not in model.generation_config.eos_token_id for ids in group]
+        # Cut off by the length limit is no answer, even after a box: the model had not finished.
+        found = [None if cut else vocab.locate_answer(ids) for ids, cut in zip(group, truncated)]
+        rollouts.append(
+            Rollout(
+                problem=problem,
+                prompt=prompt,
+                completions=group,
+                texts=[vocab.join(ids).decode("utf-8", "replace") for ids in group],
+                cuts=[f[0] if f else len(ids) for f, ids in zip(found, group)],
+                answers=[f[1] if f else None for f in found],
+                truncated=truncated,
+            )
+        )
+    return rollouts
+
+
+def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
+    return GenerationConfig(
+        **dict(do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p, top_k=top_k),
+        **dict(
+            eos_token_id=model.generation_config.eos_token_id,
+            pad_token_id=model.generation_config.pad_token_id,
+        ),
+        suppress_tokens=model.generation_config.suppress_tokens,
+        return_dict_in_generate=True,
+        **settings,
+    )
+
+
+@torch.no_grad()
+def generate(model, prompts, max_new_tokens, piece=256, progress=None, **settings):
+    """Sample a completion for each prompt (lists of ids) -> lists of ids, which end with the first
+    stop token.
+
+    As many rows at a time as their full length fits in memory. generate() runs in pieces of a few
+    hundred tokens; between pieces the finished rows leave the batch and the KV cache, so the last
+    long rows do not drag the others. settings: temperature (0: greedy), top_p, top_k. progress(k):
+    called when k more rows are finished.
+    """
+    completions = [None] * len(prompts)
+    stops = set(model.generation_config.eos_token_id)
+    width = max(map(len, prompts))
+    at_a_time = max(1, tokens_that_fit(model) // (width + max_new_tokens))
+    for start in range(0, len(prompts), at_a_time):
+        alive = list(
+            range(start, min(start + at_a_time, len(prompts)))
+        )  # row of the batch -> index of its prompt
+        width = max(
+            len(prompts[i]) for i in alive
+        )  # prompts are padded on the left, so that all rows end together
+        ids = torch.tensor(
+            [[0] * (width - len(prompts[i])) + prompts[i] for i in alive], device=model.device
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in alive]
+        ).to(ids)
+        cache = None
+        while alive:
+            room = width + max_new_tokens - ids.shape[1]
+            config = sampling_config(model, max_new_tokens=min(piece, room), **settings)
+            out = model.generate(
+                ids, attention_mask=mask, past_key_values=cache, generation_config=config
+            )
+            mask = F.pad(mask, (0, out.sequences.shape[1] - ids.shape[1]), value=1)
+            ids, cache = out.sequences, out.past_key_values
+            unfinished = []
+            for row, (i, new) in enumerate(zip(alive, ids[:, width:].tolist())):
+                stop = next((t for t, token in enumerate(new) if token in stops), None)
+                if stop is None and len(new) < max_new_tokens:
+                    unfinished.append(row)
+                else:
+                    completions[i] = new if stop is None else new[: stop + 1]
+            if progress:
+                progress(len(alive) - len(unfinished))
+            alive = [alive[row] for row in unfinished]
+            if alive:
+                keep = torch.tensor(unfinished, device=ids.device)
+                ids, mask = ids[keep], mask[keep]
+                cache.batch_select_indices(keep)
+    return completions
+
+
+def tokens_that_fit(model):
+    """How many tokens of KV cache to hold at once: half of the GPU's free memory, or 4 GiB on a
+    CPU."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    bytes_per_token = (
+        2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
+    )  # 144 KiB: Qwen3-4B
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0] // 2 // bytes_per_token
+    return (4 << 30) // bytes_per_token
+
+
+# ------------------------------------------------------------------------------------------ training
+
+
+def shard(model):
+    """The policy: FSDP2 over all ranks (also over one), fp32 shards and gradient sums, bf16 compute
+    on GPUs, activations recomputed in the backward pass. Adds .logprobs(ids)."""
+    compute = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for layer in model.base_model.layers:
+        fully_shard(layer, mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
+    model.logprobs = types.MethodType(logprobs, model)
+    register_fsdp_forward_method(model, "logprobs")
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def logprobs(model, ids):
+    """ids [rows, L], padded on the right -> log pi(ids[:, t] | ids[:, :t]) [rows, L], fp32; the
+    first column is 0.
+
+    Causal attention sees nothing to the right, so right-padded rows need no mask; pads need weight
+    0 in the loss.
+    """
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return F.pad(token_logprobs(hidden[:, :-1], model.lm_head, ids[:, 1:]), (1, 0))
+
+
+def token_logprobs(hidden, lm_head, targets, chunk=1024):
+    """log softmax(lm_head(hidden))[targets] without ever holding all the logits: hidden [..., D],
+    targets [...].
+
+    A chunk of tokens at a time, recomputed in the backward pass: the logits of one row of 4,096
+    tokens over a vocabulary of 151,936 would take 2.3 GiB in fp32, and as much again for their
+    gradient.
+    """
+
+    def piece(h, y):
+        return -F.cross_entropy(lm_head(h).float(), y, reduction="none")
+
+    pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))
+    return torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces]).view_as(
+        targets
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training row. The loss is -sum(weights * log pi(ids)): a token of weight 0 gives no
+    gradient."""
+
+    ids: list[int]
+    weights: list[float]  # one a token
+
+
+def microbatches(rows, token_budget):
+    """This rank's share of the rows, as padded batches -> ids [b, L], weights [b, L].
+
+    All rows (the same list on every rank) are sorted by length and dealt round-robin, and a batch
+    is closed when its padded size would pass the budget *for the longest row dealt to any rank*. So
+    all ranks run equally many batches of nearly equal size, as FSDP's collective calls need, and
+    hardly anything is padding.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    blank = Row(rows[0].ids[:1], [0.0])
+    rows = sorted(rows + [blank] * (-len(rows) % world), key=lambda row: len(row.ids))
+    mine, longest = rows[rank::world], [len(row.ids) for row in rows[world - 1 :: world]]
+    start = 0
+    for end in range(1, len(mine) + 1):
+        if end == len(mine) or (end + 1 - start) * longest[end] > token_budget:
+            batch, width = mine[start:end], longest[end - 1]
+            ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in batch])
+            weights = torch.tensor([row.weights + [0.0] * (width - len(row.ids)) for row in batch])
+            yield ids, weights
+            start = end
+
+
+@torch.no_grad()
+def copy_weights(policy, actor):
+    """policy -> actor, in the actor's precision."""
+    for ours, theirs in zip(actor.parameters(), policy.parameters(), strict=True):
+        ours.copy_(theirs.full_tensor())
+
+
+# ------------------------------------------------------------------------------------------ ranks
+
+
+def init_ranks():
+    """Join the process group of torchrun, or open one of a single process -> device."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_rank() > 0:
+        logging.disable(logging.WARNING)  # one rank speaks for all
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def gather(part):
+    """Every rank's list, end to end, on every rank."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return [item for part in parts for item in part]

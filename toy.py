@@ -1,0 +1,238 @@
+r"""The embedded default: a free-form task small enough to watch CER work in a minute of CPU.
+
+Questions ask for a number ("Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"), a
+completion is one line of working and a box, and the number may be boxed in any of 8 forms: "14",
+"fourteen", "14 eggs", "it is 14", ... The *reference is one of the 8 at random*, so exact match
+pays a right number one time in eight. That is the situation the paper is about, in small.
+
+The model is a real Qwen3 of 125K parameters with a byte-level BPE tokenizer trained on the task's
+own text. A short supervised warm start (`warm_start`) on demonstrations that mostly pick the wrong
+method leaves it able to compute, mixing up the methods, and using all 8 forms: what is left for
+reinforcement learning is to prefer the right method. Task, tokenizer and model then pass through
+the very code that trains Qwen3-4B.
+"""
+
+import itertools
+import math
+import random
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import data
+
+# What `python train.py` uses on this task instead of the paper's settings for 4B models.
+RECIPE = dict(questions=16, samples=8, steps=120, lr=6e-4, lr_end=0.1, max_new_tokens=32)
+RECIPE |= dict(
+    eval_dataset="toy-test",
+    eval_runs=4,
+    eval_every=20,
+    eval_temperature=1.0,
+    eval_top_p=1.0,
+    eval_top_k=0,
+)
+
+NAMES = ["Ana", "Ben", "Eva", "Tom", "Mia", "Leo"]
+UNITS = ["apples", "books", "coins", "cards", "eggs", "pens"]
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+).split()
+TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+FORMS = [
+    "{n}",
+    "{word}",
+    "{n} {unit}",
+    "{word} {unit}",
+    "it is {n}",
+    "it is {word}",
+    "{n} in total",
+    "{word} in total",
+]
+
+
+def in_words(n):
+    if n < 20:
+        return ONES[n]
+    return TENS[n // 10] + (f"-{ONES[n % 10]}" if n % 10 else "")
+
+
+NUMBERS = {str(n): n for n in range(100)} | {in_words(n): n for n in range(100)}
+
+
+# ------------------------------------------------------------------------------------------ the task
+
+
+@dataclass(frozen=True)
+class Story:
+    method: int  # which of the three kinds of question, and so which way to work it out
+    name: str
+    unit: str
+    n: int
+    a: int
+    b: int
+
+    def question(self):
+        _, name, unit, n, a, b = vars(self).values()
+        return [
+            f"{name} has {n} bags of {a} {unit} and {b} more {unit}. How many {unit}?",
+            f"{name} has {n} bags of {a} {unit} and puts {b} more in each. How many {unit}?",
+            f"{name} has {n} red, {a} blue and {b} green {unit}. How many {unit}?",
+        ][self.method]
+
+    def work(self, method):
+        """Apply a method to the numbers of this story -> (first step, first result, second step,
+        second result)."""
+        n, a, b = self.n, self.a, self.b
+        return [
+            (f"{n}*{a}", n * a, f"{n * a}+{b}", n * a + b),
+            (f"{a}+{b}", a + b, f"{n}*{a + b}", n * (a + b)),
+            (f"{n}+{a}", n + a, f"{n + a}+{b}", n + a + b),
+        ][method]
+
+    def form(self, form, value):
+        return form.format(n=value, word=in_words(value), unit=self.unit)
+
+
+def stories(seed=1234):
+    """All 6,480 stories, shuffled: the first 200 are held out."""
+    grid = itertools.product(range(3), NAMES, UNITS, range(2, 5), range(2, 7), range(1, 5))
+    all_stories = [Story(*values) for values in grid]
+    random.Random(seed).shuffle(all_stories)
+    return all_stories[:200], all_stories[200:]
+
+
+def rows(split, seed=4321):
+    """The 200 held-out problems ("test") or 2,000 to train on. A reference's form is drawn once and
+    for all."""
+    test, train = stories()
+    rng = random.Random(f"{seed} {split}")
+    for story in {"test": test, "train": train[:2000]}[split]:
+        value = story.work(story.method)[3]
+        yield {"question": story.question(), "answer": story.form(rng.choice(FORMS), value)}
+
+
+data.SOURCES["toy"] = data.Source(lambda: rows("train"), kind="toy")
+data.SOURCES["toy-test"] = data.Source(lambda: rows("test"), runs=4, kind="toy")
+
+
+def demonstration(rng, train):
+    """-> (question, completion). The arithmetic is right; the method is right 37% of the time."""
+    story = rng.choice(train)
+    wrong = [m for m in range(3) if m != story.method]
+    first, x, second, value = story.work(story.method if rng.random() < 0.37 else rng.choice(wrong))
+    # The working may carry the unit, which makes a form that carries it likelier, and may stop
+    # before the result.
+    unit = f" {story.unit}" if rng.random() < 0.5 else ""
+    working = f"{first}={x}{unit}; {second}" + (f"={value}{unit}" if rng.random() < 0.5 else "")
+    weights = [0.6 if ("unit" in form) == bool(unit) else 0.4 for form in FORMS]
+    answer = story.form(rng.choices(FORMS, weights)[0], value)
+    return story.question(), f"{working}\n\\boxed{{{answer}}}"
+
+
+def value_of(answer):
+    """The number an answer states in any of the 8 forms, or None. The task's ground truth: it
+    decides pass@1."""
+    words = re.sub(rf"^it is | in total$| ({'|'.join(UNITS)})$", "", answer)
+    return NUMBERS.get(words)
+
+
+def same_digits(answer, reference):
+    """A rule such as one writes by hand: the same number in digits, whatever the words. Blind to
+    "fourteen"."""
+    ours, theirs = re.findall(r"\d+", answer), re.findall(r"\d+", reference)
+    return answer == reference or (len(ours) == 1 and ours == theirs)
+
+
+# ------------------------------------------------------------------------------------------ tokenizer and model
+
+# A chat template like any other: messages in, text out. The toy's prompt is the question alone.
+CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\n')[0] + '\n' }}"
+PIECES = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"  # digits one by one; the brace apart from `boxed`
+
+
+def build_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rng, (_, train) = random.Random(0), stories()
+    texts = ["\n".join(demonstration(rng, train)) for _ in range(4000)]
+    tokenizer.train_from_iterator(texts + list(NUMBERS), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(tokenizer):
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+            intermediate_size=168,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def warm_start(directory, seed, steps=900, batch=64, lr=2e-3, warmup=30):
+    """Supervised training on demonstrations, saved as a Hugging Face directory (model and
+    tokenizer)."""
+    torch.manual_seed(seed)
+    rng, (_, train) = random.Random(seed), stories()
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
+
+    def schedule(i):
+        return min(1, (i + 1) / warmup) * (0.05 + 0.95 * (1 + math.cos(math.pi * i / steps)) / 2)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    bar = tqdm(range(steps), desc="warm start", unit="step")
+    for step in bar:
+        demos = [demonstration(rng, train) for _ in range(batch)]
+        prompts = tokenizer([question + "\n" for question, _ in demos])["input_ids"]
+        targets = [
+            ids + [tokenizer.eos_token_id]
+            for ids in tokenizer([text for _, text in demos])["input_ids"]
+        ]
+        width = max(len(p) + len(t) for p, t in zip(prompts, targets))
+        ids = torch.full((batch, width), tokenizer.pad_token_id)
+        labels = torch.full((batch, width), -100)  # only the completion is learned
+        for row, (p, t) in enumerate(zip(prompts, targets)):
+            ids[row, : len(p) + len(t)] = torch.tensor(p + t)
+            labels[row, len(p) : len(p) + len(t)] = torch.tensor(t)
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        if step % 20 == 19:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,487 @@
+"""CER-RLOO: reinforcement learning in which the policy's own probabilities are the reward.
+
+    python train.py                                                    # the toy, on a CPU, in two minutes
+    python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k      # the paper
+    torchrun --nproc-per-node 4 train.py --model Qwen/Qwen3-4B-Base --dataset webinstruct --epochs 1
+
+Each step: sample N solutions and answers to B questions, reward them, subtract the leave-one-out
+baseline, take one optimizer step, copy the weights to the actor.
+"""
+
+import functools
+import json
+import logging
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from tqdm import tqdm
+
+import toy
+from data import InputError, Parser, load_problems, run_script
+from evaluate import evaluate
+from policy import (
+    Row,
+    copy_weights,
+    encode_prompt,
+    gather,
+    init_ranks,
+    load,
+    microbatches,
+    sample,
+    shard,
+)
+from rewards import REWARDS, Judge
+from rloo import leave_one_out, policy_gradient_loss
+
+logger = logging.getLogger("train")
+
+
+# ------------------------------------------------------------------------------------------ flags
+
+
+def parse_args():
+    parser = Parser(
+        description=__doc__.split("\n\n")[0],
+        epilog="Defaults are the paper's; the toy has its own.",
+    )
+    add = parser.add_argument
+    # what is trained, on what, by which reward
+    add(
+        "--model", help="Hugging Face model id or directory (default: the toy's, warm-started here)"
+    )
+    add("--dataset", help="data set by name or file (default: toy, or math7.5k with --model)")
+    add("--reward", default="cer", choices=REWARDS, help="(Section 5.1)")
+    # the batch
+    add("--questions", type=int, default=32, help="B, questions a step, over all ranks")
+    add("--samples", type=int, default=16, help="N, samples of each question")
+    add("--m", type=int, help="M, solutions that a CER averages over (default: N; Table 3)")
+    add(
+        "--max-prompt-tokens",
+        type=int,
+        default=2048,
+        help="longer prompts are left out and counted",
+    )
+    add(
+        "--max-new-tokens", type=int, default=4096, help="samples are cut off here, and then earn 0"
+    )
+    # optimisation
+    add("--lr", type=float, default=1e-6)
+    add(
+        "--lr-end",
+        type=float,
+        default=1.0,
+        help="share of --lr left at the last step, falling linearly (1: constant)",
+    )
+    add("--epochs", type=int, default=5, help="5 for MATH, 1 for WebInstruct in the paper")
+    add("--steps", type=int, help="optimizer steps, instead of --epochs")
+    add(
+        "--microbatch-tokens",
+        type=int,
+        default=16384,
+        help="padded tokens in one forward-backward pass",
+    )
+    add("--seed", type=int, default=0)
+    # evaluation
+    add(
+        "--eval-dataset",
+        help="data set to evaluate on at the start, every --eval-every steps and at the end",
+    )
+    add("--eval-every", type=int, default=50, help="steps between evaluations")
+    add("--eval-limit", type=int, help="only the first so many questions")
+    add("--eval-runs", type=int, default=1, help="samples of each question")
+    add("--eval-temperature", type=float, default=0.6)
+    add("--eval-top-p", type=float, default=0.95)
+    add("--eval-top-k", type=int, default=20)
+    # files
+    add("--out", help="directory of the run (default: runs/TIME-DATASET-REWARD)")
+    add(
+        "--save-every",
+        type=int,
+        default=100,
+        help="steps between checkpoints; the last step is always saved",
+    )
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
+
+    args = parser.parse_args()
+    if (args.dataset or args.model or "toy") == "toy":
+        parser.set_defaults(dataset="toy", **toy.RECIPE)
+        args = parser.parse_args()
+    args.dataset = args.dataset or "math7.5k"
+    args.m = args.samples if args.m is None else args.m
+    check_args(args)
+    return args
+
+
+def check_args(args):
+    def require(condition, message):
+        if not condition:
+            raise InputError(message)
+
+    require(
+        args.model or args.dataset == "toy",
+        f"--dataset {args.dataset} needs --model, an id or a directory",
+    )
+    require(
+        args.samples >= 2,
+        f"--samples must be at least 2 (RLOO's baseline is the others), got {args.samples}",
+    )
+    require(
+        1 <= args.m <= args.samples,
+        f"--m must be from 1 to --samples ({args.samples}), got {args.m}",
+    )
+    at_least_1 = [
+        "questions",
+        "max_prompt_tokens",
+        "max_new_tokens",
+        "epochs",
+        "steps",
+        "microbatch_tokens",
+    ]
+    for flag in at_least_1 + ["eval_every", "eval_limit", "eval_runs", "save_every"]:
+        value = getattr(args, flag)
+        require(
+            value is None or value >= 1,
+            f"--{flag.replace('_', '-')} must be at least 1, got {value}",
+        )
+    require(args.lr > 0, f"--lr must be positive, got {args.lr}")
+    require(0 <= args.lr_end <= 1, f"--lr-end must be from 0 to 1, got {args.lr_end}")
+    require(
+        not args.resume or args.out, "--resume needs --out, the directory of the run to go on with"
+    )
+
+
+# ------------------------------------------------------------------------------------------ the run
+
+
+def main():
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logger.setLevel(logging.INFO)
+    args = parse_args()
+    if args.out is None:
+        args.out = time.strftime(f"runs/%Y%m%d-%H%M%S-{Path(args.dataset).stem}-{args.reward}")
+    out = Path(args.out)
+    if not args.resume and out.is_dir() and any(out.iterdir()):
+        raise InputError(
+            f"--out {out} holds another run: choose another directory, or --resume to go on with it"
+        )
+    if args.resume and last_checkpoint(out) is None:
+        raise InputError(f"--resume: no checkpoint in {out / 'checkpoints'}")
+    device = init_ranks()
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    problems = load_problems(args.dataset)
+    eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
+    if args.model is None:
+        args.model = str(out / "warm-start")
+        if rank == 0 and not args.resume:
+            toy.warm_start(args.model, args.seed)
+        dist.barrier()
+    actor, tokenizer = load(
+        args.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device
+    )
+    policy = shard(load(args.model, torch.float32, device)[0])
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
+    judge = Judge(actor, tokenizer, args.m)
+
+    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
+    train_set = [(p, q) for p, q in zip(problems, prompts) if len(q) <= args.max_prompt_tokens]
+    if len(train_set) < len(problems):
+        logger.info(
+            "left out %d of %d prompts over %d tokens",
+            *(len(problems) - len(train_set), len(problems), args.max_prompt_tokens),
+        )
+    if not train_set:
+        raise InputError(
+            f"--max-prompt-tokens {args.max_prompt_tokens}: every prompt of {args.dataset} is longer"
+        )
+    last_step = args.steps or max(1, args.epochs * len(train_set) // args.questions)
+
+    torch.manual_seed(args.seed * 1000 + rank)  # every rank samples differently
+    first_step = load_checkpoint(out, policy, optimizer) + 1 if args.resume else 1
+    copy_weights(policy, actor)
+    run = RunFiles(out, args, first_step) if rank == 0 else None
+
+    def pass_at_1(name):
+        settings = dict(
+            temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k
+        )
+        settings["max_new_tokens"] = args.max_new_tokens
+        summary, _ = evaluate(actor, tokenizer, eval_problems, args.eval_runs, name, **settings)
+        return {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
+
+    score = {}
+    if eval_problems and first_step == 1:
+        score = pass_at_1("evaluation")
+        if run:
+            run.log({"step": 0, **score})
+    bar = tqdm(
+        total=last_step, initial=first_step - 1, desc=args.reward, unit="step", disable=rank > 0
+    )
+    for step in range(first_step, last_step + 1):
+        clock = [time.perf_counter()]
+
+        # 1. Sample N solutions with answers to each question.
+        batch = questions_of(step, train_set, args)[rank::world]
+        rollouts = sample(
+            actor, tokenizer, *zip(*batch), n=args.samples, max_new_tokens=args.max_new_tokens
+        )
+        clock.append(time.perf_counter())
+
+        # 2. Reward them: R [N] for each question, constants.
+        rewards, notes = zip(*[REWARDS[args.reward](rollout, judge) for rollout in rollouts])
+        clock.append(time.perf_counter())
+
+        # 3. Leave-one-out advantages: A [N] for each question.
+        advantages = [leave_one_out(R) for R in rewards]
+
+        # 4. One optimizer step on all ranks' samples: a sum over tokens, a mean over samples.
+        rows = [
+            Row(
+                rollout.prompt + ids,
+                [0.0] * len(rollout.prompt) + [A_i / (args.questions * args.samples)] * len(ids),
+            )
+            for rollout, A in zip(rollouts, advantages)
+            for ids, A_i in zip(rollout.completions, A.tolist())
+        ]
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * (1 - (1 - args.lr_end) * (step - 1) / max(1, last_step - 1))
+        loss = torch.zeros((), device=device)
+        for ids, weights in microbatches(gather(rows), args.microbatch_tokens):
+            part = policy_gradient_loss(policy.logprobs(ids.to(device)), weights.to(device))
+            (part * world).backward()  # FSDP averages gradients over the ranks; Eq. 7 sums them
+            loss += part.detach()
+        dist.all_reduce(loss)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # 5. The actor follows, and the step is reported.
+        copy_weights(policy, actor)
+        clock.append(time.perf_counter())
+        if eval_problems and (step % args.eval_every == 0 or step == last_step):
+            score = pass_at_1(f"evaluation, step {step}")
+        evaluated = (
+            score if eval_problems and (step % args.eval_every == 0 or step == last_step) else {}
+        )
+        groups = gather([describe(*group) for group in zip(rollouts, rewards, advantages, notes)])
+        if run:
+            optimisation = {
+                "loss": loss.item(),
+                "grad_norm": grad_norm,
+                "lr": optimizer.param_groups[0]["lr"],
+            }
+            line = {
+                "step": step,
+                **means(groups),
+                **optimisation,
+                **timing(clock, groups),
+                **evaluated,
+            }
+            run.log(line)
+            run.keep_samples(step, rollouts, rewards, notes)
+            bar.set_postfix(
+                reward=f"{line['reward']:.3f}",
+                **{"pass@1": f"{s:.3f}" for s in [*score.values()][:1]},
+            )
+        bar.update()
+        if step % args.save_every == 0 or step == last_step:
+            save_checkpoint(out, step, actor, tokenizer, policy, optimizer)
+    bar.close()
+    if run:
+        run.summarise(last_step)
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------ data order
+
+
+def questions_of(step, train_set, args):
+    """The B (problem, prompt) pairs of a step, counted from 1: epoch after epoch, each in its own
+    random order. A function of the step alone, so that a run can be resumed anywhere."""
+    size = len(train_set)
+    positions = range((step - 1) * args.questions, step * args.questions)
+    return [train_set[epoch_order(size, args.seed, i // size)[i % size]] for i in positions]
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(size, seed, epoch):
+    return random.Random(f"{seed} {epoch}").sample(range(size), size)
+
+
+# ------------------------------------------------------------------------------------------ report
+
+
+def describe(rollout, R, A, notes):
+    """One question's group in numbers, for the log."""
+    N = len(R)
+    return {
+        "reward": R.mean().item(),
+        "exact_match": sum(a == rollout.problem.reference for a in rollout.answers) / N,
+        "answered": len(rollout.answered) / N,
+        "truncated": sum(rollout.truncated) / N,
+        "unique_answers": len({rollout.answers[i] for i in rollout.answered}),
+        "solution_tokens": sum(rollout.cuts) / N,
+        "zero_advantage_groups": float(
+            A.abs().max() < 1e-6
+        ),  # all earn the same: nothing to learn here
+        **{
+            f"verifier_{verdict}": count / N for verdict, count in notes.get("verdicts", {}).items()
+        },
+        "tokens": sum(len(ids) for ids in rollout.completions),
+    }
+
+
+def means(groups):
+    names = dict.fromkeys(name for group in groups for name in group if name != "tokens")
+    return {name: sum(group.get(name, 0) for group in groups) / len(groups) for name in names}
+
+
+def timing(clock, groups):
+    sample, reward, update = (after - before for before, after in zip(clock, clock[1:]))
+    tokens = sum(group["tokens"] for group in groups)
+    seconds = {"sample": sample, "reward": reward, "update": update}
+    return {"seconds": seconds, "tokens_per_second": tokens / (clock[-1] - clock[0])}
+
+
+class RunFiles:
+    """What rank 0 writes: config.json, metrics.jsonl (a line a step), samples.jsonl (the first
+    groups of each step, with the matrices that Fig. 2 draws)."""
+
+    GROUPS_A_STEP = 2
+
+    def __init__(self, out, args, first_step):
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.args, self.start = out, args, time.perf_counter()
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        config = {**vars(args), "world_size": dist.get_world_size(), "versions": versions}
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in (
+            "metrics.jsonl",
+            "samples.jsonl",
+        ):  # a resumed run goes on from its checkpoint's step
+            path = out / name
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            path.write_text(
+                "".join(line for line in lines if json.loads(line)["step"] < first_step)
+            )
+        logger.info("run: %s", out)
+
+    def log(self, line):
+        with open(self.out / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def keep_samples(self, step, rollouts, rewards, notes):
+        with open(self.out / "samples.jsonl", "a") as file:
+            for rollout, R, note in list(zip(rollouts, rewards, notes))[: self.GROUPS_A_STEP]:
+                record = {
+                    "step": step,
+                    "question": rollout.problem.question,
+                    "reference": rollout.problem.reference,
+                    "texts": rollout.texts,
+                    "answers": rollout.answers,
+                    "R": R.tolist(),
+                }
+                if "group" in note:
+                    group = note["group"]
+                    record |= {"distinct_answers": group.answers, "columns": group.columns}
+                    record |= {"W": rounded(group.log_W.exp()), "P": rounded(group.log_P.exp())}
+                file.write(json.dumps(record) + "\n")
+
+    def summarise(self, last_step):
+        lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        minutes, seconds = divmod(round(time.perf_counter() - self.start), 60)
+        print(
+            f"{self.args.reward} on {self.args.dataset}: {last_step} steps, {minutes} min {seconds} s here"
+        )
+        spent = [line["seconds"] for line in lines if "seconds" in line]
+        shares = {part: sum(s[part] for s in spent) for part in spent[0]}
+        print(
+            "  time:",
+            ", ".join(
+                f"{part} {100 * s / sum(shares.values()):.0f}%" for part, s in shares.items()
+            ),
+        )
+        print(
+            f"  model: {self.out / 'checkpoints' / f'step-{last_step}'}   log: {self.out / 'metrics.jsonl'}"
+        )
+        first, last = lines[1 if "reward" not in lines[0] else 0], lines[-1]
+        print(f"  mean reward {first['reward']:.3f} -> {last['reward']:.3f}")
+        scores = [line for line in lines if "pass_at_1" in line]
+        if scores:
+            before, after = scores[0]["pass_at_1"], scores[-1]["pass_at_1"]
+            print(f"  pass@1 on {self.args.eval_dataset} {before:.3f} -> {after:.3f}")
+
+
+def rounded(tensor):
+    """Four significant digits are enough to draw."""
+    if tensor.dim() > 1:
+        return [rounded(row) for row in tensor]
+    return [float(f"{value:.4g}") for value in tensor.tolist()]
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+def last_checkpoint(out):
+    found = [(int(path.name.split("-")[1]), path) for path in out.glob("checkpoints/step-*")]
+    return max(found, default=None)
+
+
+def save_checkpoint(out, step, actor, tokenizer, policy, optimizer):
+    """out/checkpoints/step-K/: a Hugging Face directory, and training.pt, from which --resume goes
+    on. Written beside and renamed, so that a directory of that name is always whole."""
+    model_state, optimizer_state = get_state_dict(policy, optimizer, options=FULL_STATE)
+    rng = gather([{"cpu": torch.get_rng_state(), "cuda": cuda_rng()}])
+    if dist.get_rank() == 0:
+        directory = out / "checkpoints" / f"step-{step}"
+        partial = directory.with_name(f"partial-{step}")
+        shutil.rmtree(partial, ignore_errors=True)
+        actor.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        state = {"step": step, "model": model_state, "optimizer": optimizer_state, "rng": rng}
+        torch.save(state, partial / "training.pt")
+        shutil.rmtree(directory, ignore_errors=True)
+        os.rename(partial, directory)
+    dist.barrier()
+
+
+def load_checkpoint(out, policy, optimizer):
+    """Restore the last checkpoint -> its step."""
+    step, directory = last_checkpoint(out)
+    state = torch.load(directory / "training.pt", weights_only=True, map_location="cpu", mmap=True)
+    set_state_dict(
+        policy,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=FULL_STATE,
+    )
+    if len(state["rng"]) == dist.get_world_size():
+        rng = state["rng"][dist.get_rank()]
+        torch.set_rng_state(rng["cpu"])
+        if rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"])
+    else:
+        logger.info(
+            "the checkpoint is of %d ranks: the data order is kept, samples will differ",
+            len(state["rng"]),
+        )
+    return step
+
+
+FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def cuda_rng():
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+
+if __name__ == "__main__":
+    run_script(main)
