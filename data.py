@@ -41,7 +41,7 @@ def run_script(main):
         sys.exit(2)
 
 
-# ------------------------------------------------------------------------------------------ problems
+# ----------------------------------------------------------------------------------------- problems
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def read_file(path):
         raise InputError(f"{path}: not UTF-8 text ({error})") from error
 
 
-# ------------------------------------------------------------------------------------------ prompt and answer
+# -------------------------------------------------------------------------------- prompt and answer
 
 SYSTEM = "You are a helpful assistant."
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."

@@ -58,7 +58,7 @@ def rule_and_cer(rollout, judge):
 REWARDS = {"cer": cer, "exact": exact, "rule": rule, "rule+cer": rule_and_cer}
 
 
-# ------------------------------------------------------------------------------------------ verifiers
+# ---------------------------------------------------------------------------------------- verifiers
 
 
 def verdict(problem, text, answer):

@@ -5,8 +5,6 @@ that sampled it, the importance ratio pi_theta / pi_old is identically 1: so the
 log-probabilities, no clipping, and the gradient of -A log pi is the whole of the policy gradient.
 """
 
-import torch
-
 
 def leave_one_out(R):
     """R [N] -> A [N], A_i = R_i - mean of the other rewards (Eq. 7). N >= 2; [..., N] works too.

@@ -40,8 +40,8 @@ RECIPE |= dict(
 NAMES = ["Ana", "Ben", "Eva", "Tom", "Mia", "Leo"]
 UNITS = ["apples", "books", "coins", "cards", "eggs", "pens"]
 ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
 ).split()
 TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 FORMS = [
@@ -65,7 +65,7 @@ def in_words(n):
 NUMBERS = {str(n): n for n in range(100)} | {in_words(n): n for n in range(100)}
 
 
-# ------------------------------------------------------------------------------------------ the task
+# ----------------------------------------------------------------------------------------- the task
 
 
 @dataclass(frozen=True)
@@ -143,17 +143,17 @@ def value_of(answer):
 
 
 def same_digits(answer, reference):
-    """A rule such as one writes by hand: the same number in digits, whatever the words. Blind to
-    "fourteen"."""
+    """A rule such as one writes by hand: the same digits, whatever the words. Blind to words."""
     ours, theirs = re.findall(r"\d+", answer), re.findall(r"\d+", reference)
     return answer == reference or (len(ours) == 1 and ours == theirs)
 
 
-# ------------------------------------------------------------------------------------------ tokenizer and model
+# ------------------------------------------------------------------------------ tokenizer and model
 
 # A chat template like any other: messages in, text out. The toy's prompt is the question alone.
 CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\n')[0] + '\n' }}"
-PIECES = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"  # digits one by one; the brace apart from `boxed`
+# What tokens may not span: digits come one by one, and the brace stays apart from `boxed`.
+PIECES = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"
 
 
 def build_tokenizer():
@@ -191,6 +191,7 @@ def build_model(tokenizer):
             intermediate_size=168,
             max_position_embeddings=128,
             tie_word_embeddings=True,
+            initializer_range=0.06,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
@@ -198,7 +199,7 @@ def build_model(tokenizer):
     )
 
 
-def warm_start(directory, seed, steps=900, batch=64, lr=2e-3, warmup=30):
+def warm_start(directory, seed, steps=900, batch=64, lr=8e-3, warmup=30):
     """Supervised training on demonstrations, saved as a Hugging Face directory (model and
     tokenizer)."""
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """CER-RLOO: reinforcement learning in which the policy's own probabilities are the reward.
 
-    python train.py                                                    # the toy, on a CPU, in two minutes
-    python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k      # the paper
+    python train.py                                                  # the toy, on a CPU
+    python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k    # the paper, on one GPU
     torchrun --nproc-per-node 4 train.py --model Qwen/Qwen3-4B-Base --dataset webinstruct --epochs 1
 
 Each step: sample N solutions and answers to B questions, reward them, subtract the leave-one-out
@@ -43,7 +43,7 @@ from rloo import leave_one_out, policy_gradient_loss
 logger = logging.getLogger("train")
 
 
-# ------------------------------------------------------------------------------------------ flags
+# -------------------------------------------------------------------------------------------- flags
 
 
 def parse_args():
@@ -175,6 +175,8 @@ def main():
         raise InputError(f"--resume: no checkpoint in {out / 'checkpoints'}")
     device = init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
+    if args.questions < world:
+        raise InputError(f"--questions {args.questions} cannot be split over {world} ranks")
 
     problems = load_problems(args.dataset)
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
@@ -199,7 +201,7 @@ def main():
         )
     if not train_set:
         raise InputError(
-            f"--max-prompt-tokens {args.max_prompt_tokens}: every prompt of {args.dataset} is longer"
+            f"--max-prompt-tokens {args.max_prompt_tokens}: all prompts of {args.dataset} are longer"
         )
     last_step = args.steps or max(1, args.epochs * len(train_set) // args.questions)
 
@@ -216,81 +218,42 @@ def main():
         summary, _ = evaluate(actor, tokenizer, eval_problems, args.eval_runs, name, **settings)
         return {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
 
-    score = {}
-    if eval_problems and first_step == 1:
-        score = pass_at_1("evaluation")
-        if run:
-            run.log({"step": 0, **score})
-    bar = tqdm(
-        total=last_step, initial=first_step - 1, desc=args.reward, unit="step", disable=rank > 0
-    )
+    todo = dict(initial=first_step - 1, total=last_step)
+    bar = tqdm(**todo, desc=args.reward, unit="step", disable=rank > 0)
+    if args.eval_dataset and first_step == 1:
+        report(run, bar, {"step": 0, **evaluation(actor, tokenizer, eval_problems, args)})
     for step in range(first_step, last_step + 1):
         clock = [time.perf_counter()]
 
-        # 1. Sample N solutions with answers to each question.
+        # 1. Sample: N solutions, each with an answer, to each of the B questions.
         batch = questions_of(step, train_set, args)[rank::world]
-        rollouts = sample(
-            actor, tokenizer, *zip(*batch), n=args.samples, max_new_tokens=args.max_new_tokens
-        )
+        rollouts = sample(actor, tokenizer, *zip(*batch), args.samples, args.max_new_tokens)
         clock.append(time.perf_counter())
 
-        # 2. Reward them: R [N] for each question, constants.
+        # 2. Reward: R [N] for each question. The policy itself is the judge; no gradient here.
         rewards, notes = zip(*[REWARDS[args.reward](rollout, judge) for rollout in rollouts])
         clock.append(time.perf_counter())
 
-        # 3. Leave-one-out advantages: A [N] for each question.
+        # 3. Leave-one-out: A [N] for each question.
         advantages = [leave_one_out(R) for R in rewards]
 
-        # 4. One optimizer step on all ranks' samples: a sum over tokens, a mean over samples.
-        rows = [
-            Row(
-                rollout.prompt + ids,
-                [0.0] * len(rollout.prompt) + [A_i / (args.questions * args.samples)] * len(ids),
-            )
-            for rollout, A in zip(rollouts, advantages)
-            for ids, A_i in zip(rollout.completions, A.tolist())
-        ]
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * (1 - (1 - args.lr_end) * (step - 1) / max(1, last_step - 1))
-        loss = torch.zeros((), device=device)
-        for ids, weights in microbatches(gather(rows), args.microbatch_tokens):
-            part = policy_gradient_loss(policy.logprobs(ids.to(device)), weights.to(device))
-            (part * world).backward()  # FSDP averages gradients over the ranks; Eq. 7 sums them
-            loss += part.detach()
-        dist.all_reduce(loss)
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
-        optimizer.step()
-        optimizer.zero_grad()
-
-        # 5. The actor follows, and the step is reported.
+        # 4. Update: one optimizer step on the samples of all ranks.
+        rows = gather([r for group in zip(rollouts, advantages) for r in training_rows(*group)])
+        progress = (step - 1) / max(1, last_step - 1)
+        lr = args.lr * (1 - (1 - args.lr_end) * progress)
+        loss, grad_norm = update(policy, optimizer, rows, lr, args.microbatch_tokens)
         copy_weights(policy, actor)
         clock.append(time.perf_counter())
-        if eval_problems and (step % args.eval_every == 0 or step == last_step):
-            score = pass_at_1(f"evaluation, step {step}")
-        evaluated = (
-            score if eval_problems and (step % args.eval_every == 0 or step == last_step) else {}
-        )
-        groups = gather([describe(*group) for group in zip(rollouts, rewards, advantages, notes)])
+
+        # 5. Report.
+        groups = gather([describe(*g) for g in zip(rollouts, rewards, advantages, notes)])
+        line = {"step": step, **means(groups), "loss": loss, "grad_norm": grad_norm, "lr": lr}
+        line |= timing(clock, groups)
+        if args.eval_dataset and (step % args.eval_every == 0 or step == last_step):
+            line |= evaluation(actor, tokenizer, eval_problems, args)
+        report(run, bar, line)
         if run:
-            optimisation = {
-                "loss": loss.item(),
-                "grad_norm": grad_norm,
-                "lr": optimizer.param_groups[0]["lr"],
-            }
-            line = {
-                "step": step,
-                **means(groups),
-                **optimisation,
-                **timing(clock, groups),
-                **evaluated,
-            }
-            run.log(line)
             run.keep_samples(step, rollouts, rewards, notes)
-            bar.set_postfix(
-                reward=f"{line['reward']:.3f}",
-                **{"pass@1": f"{s:.3f}" for s in [*score.values()][:1]},
-            )
-        bar.update()
         if step % args.save_every == 0 or step == last_step:
             save_checkpoint(out, step, actor, tokenizer, policy, optimizer)
     bar.close()
@@ -299,7 +262,43 @@ def main():
     dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------ data order
+def training_rows(rollout, A):
+    """RLOO's rows for one question: every sampled token of sample i has weight A_i (Eq. 7), what
+    follows the box included; the prompt's tokens have none."""
+    no_weight = [0.0] * len(rollout.prompt)
+    for ids, A_i in zip(rollout.completions, A.tolist()):
+        yield Row(rollout.prompt + ids, no_weight + [A_i] * len(ids))
+
+
+def update(policy, optimizer, rows, lr, microbatch_tokens):
+    """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
+
+    The loss is a sum over tokens and a mean over samples.
+    """
+    device, world = policy.lm_head.weight.device, dist.get_world_size()
+    loss = torch.zeros((), device=device)
+    for ids, weights in microbatches(rows, microbatch_tokens):
+        logprobs = policy.logprobs(ids.to(device))
+        part = policy_gradient_loss(logprobs, weights.to(device)) / len(rows)
+        (part * world).backward()  # FSDP averages gradients over the ranks, and this is a sum
+        loss += part.detach()
+    dist.all_reduce(loss)
+    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), grad_norm
+
+
+def evaluation(actor, tokenizer, problems, args):
+    settings = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    settings |= {"top_k": args.eval_top_k, "max_new_tokens": args.max_new_tokens}
+    summary, _ = evaluate(actor, tokenizer, problems, args.eval_runs, **settings)
+    return {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
+
+
+# --------------------------------------------------------------------------------------- data order
 
 
 def questions_of(step, train_set, args):
@@ -315,7 +314,7 @@ def epoch_order(size, seed, epoch):
     return random.Random(f"{seed} {epoch}").sample(range(size), size)
 
 
-# ------------------------------------------------------------------------------------------ report
+# ------------------------------------------------------------------------------------------- report
 
 
 def describe(rollout, R, A, notes):
@@ -350,6 +349,17 @@ def timing(clock, groups):
     return {"seconds": seconds, "tokens_per_second": tokens / (clock[-1] - clock[0])}
 
 
+def report(run, bar, line):
+    """One step into metrics.jsonl and the progress bar (rank 0)."""
+    if run is None:
+        return
+    run.log(line)
+    run.shown |= {"pass@1": line["pass_at_1"]} if "pass_at_1" in line else {}
+    run.shown |= {"reward": line["reward"]} if "reward" in line else {}
+    bar.set_postfix({name: f"{value:.3f}" for name, value in run.shown.items()}, refresh=False)
+    bar.update(line["step"] > 0)
+
+
 class RunFiles:
     """What rank 0 writes: config.json, metrics.jsonl (a line a step), samples.jsonl (the first
     groups of each step, with the matrices that Fig. 2 draws)."""
@@ -358,14 +368,11 @@ class RunFiles:
 
     def __init__(self, out, args, first_step):
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.args, self.start = out, args, time.perf_counter()
+        self.out, self.args, self.start, self.shown = out, args, time.perf_counter(), {}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         config = {**vars(args), "world_size": dist.get_world_size(), "versions": versions}
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name in (
-            "metrics.jsonl",
-            "samples.jsonl",
-        ):  # a resumed run goes on from its checkpoint's step
+        for name in "metrics.jsonl", "samples.jsonl":  # a resumed run rewrites its later steps
             path = out / name
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
             path.write_text(
@@ -396,27 +403,21 @@ class RunFiles:
 
     def summarise(self, last_step):
         lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if "reward" in line]
+        spent = {part: sum(s["seconds"][part] for s in steps) for part in steps[0]["seconds"]}
+        shares = ", ".join(f"{part} {s / sum(spent.values()):.0%}" for part, s in spent.items())
         minutes, seconds = divmod(round(time.perf_counter() - self.start), 60)
         print(
-            f"{self.args.reward} on {self.args.dataset}: {last_step} steps, {minutes} min {seconds} s here"
+            f"{self.args.reward} on {self.args.dataset}: {last_step} steps, {minutes}:{seconds:02}"
         )
-        spent = [line["seconds"] for line in lines if "seconds" in line]
-        shares = {part: sum(s[part] for s in spent) for part in spent[0]}
-        print(
-            "  time:",
-            ", ".join(
-                f"{part} {100 * s / sum(shares.values()):.0f}%" for part, s in shares.items()
-            ),
-        )
-        print(
-            f"  model: {self.out / 'checkpoints' / f'step-{last_step}'}   log: {self.out / 'metrics.jsonl'}"
-        )
-        first, last = lines[1 if "reward" not in lines[0] else 0], lines[-1]
-        print(f"  mean reward {first['reward']:.3f} -> {last['reward']:.3f}")
+        print(f"  time    {shares}")
+        print(f"  log     {self.out / 'metrics.jsonl'}")
+        print(f"  model   {self.out / 'checkpoints' / f'step-{last_step}'}")
+        print(f"  reward  {steps[0]['reward']:.3f} at first, {steps[-1]['reward']:.3f} at last")
         scores = [line for line in lines if "pass_at_1" in line]
         if scores:
             before, after = scores[0]["pass_at_1"], scores[-1]["pass_at_1"]
-            print(f"  pass@1 on {self.args.eval_dataset} {before:.3f} -> {after:.3f}")
+            print(f"  pass@1  {before:.3f} before, {after:.3f} after, on {self.args.eval_dataset}")
 
 
 def rounded(tensor):
@@ -426,7 +427,7 @@ def rounded(tensor):
     return [float(f"{value:.4g}") for value in tensor.tolist()]
 
 
-# ------------------------------------------------------------------------------------------ checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 def last_checkpoint(out):
