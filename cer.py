@@ -94,24 +94,36 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     out = torch.empty(len(answers), len(contexts), device=model.device)
     if out.numel() == 0:
         return out
-    tree = AnswerTree(vocabulary(tokenizer), answers, model.device)
+    vocab = vocabulary(tokenizer)
+    paths = [vocab.encode("{" + answer) for answer in answers]
+    trees, columns = [], 0
+    for u, path in enumerate(paths):  # one tree, unless the answers are very long: T^2 mask entries
+        if u == 0 or columns + len(path) + 1 > MOST_COLUMNS:
+            trees.append([])
+            columns = 0
+        trees[-1].append(path)
+        columns += len(path) + 1
+    trees = [AnswerTree(vocab, tree, model.device) for tree in trees]
+
     order = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
-    lengths = [len(contexts[j]) + len(tree.tokens) for j in order]
+    lengths = [len(contexts[j]) + max(len(tree.tokens) for tree in trees) for j in order]
     for start, end in batches(lengths, tokens_that_fit(model)):
         rows = order[start:end]
-        out[:, rows] = score_contexts(model, [contexts[j] for j in rows], tree)
+        out[:, rows] = score_contexts(model, [contexts[j] for j in rows], trees)
     return out
 
 
+MOST_COLUMNS = 1024  # of one tree: 16 answers of 64 tokens
+
+
 class AnswerTree:
-    """All answers laid end to end, in T columns: the same for every context.
+    """Answers laid end to end, in T columns: the same for every context.
 
     Answer u's branch has k + 1 columns: the context's last token once more (so that its logits,
     which predict t_1, come from this pass and not from the one over the contexts), then t_1..t_k.
     """
 
-    def __init__(self, vocab, answers, device):
-        paths = [vocab.encode("{" + answer) for answer in answers]
+    def __init__(self, vocab, paths, device):
         columns = [(u, i) for u, path in enumerate(paths) for i in range(len(path) + 1)]
         # The tokens that would finish answer u after t_1..t_i.
         closers = [vocab.beginning_with(vocab.join(paths[u][i:]) + b"}") for u, i in columns]
@@ -128,19 +140,26 @@ class AnswerTree:
         self.is_closer = pad([[1] * len(c) for c in closers]).to(device).bool()  # [T, most]
 
 
-def score_contexts(model, contexts, tree):
+def score_contexts(model, contexts, trees):
     """answer_logprobs for as many contexts as fit in memory at once -> [answers, n]."""
-    n, T, device = len(contexts), len(tree.tokens), model.device
-    ids = pad(contexts).to(device)  # [n, C], padded on the right: causal attention needs no mask
+    ids = pad(contexts).to(model.device)  # [n, C], on the right: causal attention needs no mask
+    length = torch.tensor([len(context) for context in contexts], device=model.device)  # [n]
     cache = model.base_model(input_ids=ids, use_cache=True).past_key_values
-    length = torch.tensor([len(context) for context in contexts], device=device)  # [n]
+    scores = []
+    for tree in trees:
+        scores.append(score_tree(model, ids, length, cache, tree))
+        cache.crop(-len(tree.tokens))  # the last T columns: back to the contexts
+    return torch.cat(scores)
 
+
+def score_tree(model, ids, length, cache, tree):
+    """One pass of a tree over contexts ids [n, C] of given lengths [n] -> log pi [answers, n]."""
+    n, T, device = len(ids), len(tree.tokens), model.device
     # Each column of the tree sees the context but for its last token, which its branch repeats,
     # and its own branch up to itself.
     in_context = torch.arange(ids.shape[1], device=device) < length[:, None] - 1  # [n, C]
-    in_branch = (tree.branch[:, None] == tree.branch) & (
-        tree.depth[:, None] >= tree.depth
-    )  # [T, T]
+    same_branch, not_later = tree.branch[:, None] == tree.branch, tree.depth[:, None] >= tree.depth
+    in_branch = same_branch & not_later  # [T, T]
     visible = torch.cat([in_context[:, None].expand(-1, T, -1), in_branch.expand(n, -1, -1)], dim=2)
     # A mask to add, since eager attention would add a bool mask as zeros and ones.
     mask = torch.zeros(visible.shape, dtype=model.dtype, device=device)  # [n, T, C + T]

@@ -174,6 +174,10 @@ def main():
     if args.resume and last_checkpoint(out) is None:
         raise InputError(f"--resume: no checkpoint in {out / 'checkpoints'}")
     device = init_ranks()
+    if args.dataset == "toy":
+        torch.set_num_threads(
+            1
+        )  # a model this small only loses by threads that wait for each other
     rank, world = dist.get_rank(), dist.get_world_size()
     if args.questions < world:
         raise InputError(f"--questions {args.questions} cannot be split over {world} ranks")
@@ -201,7 +205,7 @@ def main():
         )
     if not train_set:
         raise InputError(
-            f"--max-prompt-tokens {args.max_prompt_tokens}: all prompts of {args.dataset} are longer"
+            f"--max-prompt-tokens {args.max_prompt_tokens}: all of {args.dataset} is longer"
         )
     last_step = args.steps or max(1, args.epochs * len(train_set) // args.questions)
 

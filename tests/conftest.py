@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import policy
+import toy
+
+torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"  # real rows and the real Qwen3 tokenizer
+
+
+@pytest.fixture(autouse=True)
+def ranks():
+    """A process group of one, as train.py and evaluate.py open."""
+    policy.init_ranks()
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return toy.build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def qwen_tokenizer():
+    if not (SHARED / "qwen3_tokenizer").is_dir():
+        pytest.skip("the real Qwen3 tokenizer is not here")
+    return AutoTokenizer.from_pretrained(SHARED / "qwen3_tokenizer")
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    if not SHARED.is_dir():
+        pytest.skip("the sample data sets are not here")
+    return SHARED
+
+
+def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
+    """Random weights with grouped-query attention, larger than usual so that mistakes show."""
+    torch.manual_seed(seed)
+    make, model = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    shape |= dict(num_key_value_heads=2, intermediate_size=64, max_position_embeddings=512)
+    config = make(
+        vocab_size=rows, tie_word_embeddings=tied, initializer_range=0.3, **{**shape, **settings}
+    )
+    return model(config).eval()
+
+
+@pytest.fixture(scope="session")
+def toy_model_dir(tmp_path_factory):
+    """The toy's model after a short warm start: it boxes answers, mostly wrong ones."""
+    directory = tmp_path_factory.mktemp("toy") / "model"
+    toy.warm_start(directory, seed=0, steps=150)
+    return directory

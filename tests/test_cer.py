@@ -1,0 +1,308 @@
+"""What the paper promises, on distributions small enough to enumerate; and the fast scorer against
+the naive one that specifies it."""
+
+import pytest
+import torch
+from conftest import tiny_model
+
+import cer
+import data
+import policy
+from cer import answer_logprobs, cer_reward, choose_columns, exact_cer
+from policy import Rollout, vocabulary
+
+torch.set_printoptions(precision=8)
+
+
+def finite_distribution(S=7, A=5, seed=0):
+    """pi(s) [S] and pi(a|s) [S, A], fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    prior = torch.rand(S, dtype=torch.float64, generator=generator)
+    likelihood = torch.rand(S, A, dtype=torch.float64, generator=generator) ** 3
+    return prior / prior.sum(), likelihood / likelihood.sum(1, keepdim=True)
+
+
+# ----------------------------------------------------------------------------------- the mathematics
+
+
+def test_exact_cer_is_the_conditional_expectation_written_out():
+    prior, likelihood = finite_distribution()
+    rho = exact_cer(prior, likelihood)
+    for a in range(5):
+        for b in range(5):
+            joint = [prior[s] * likelihood[s, a] for s in range(7)]
+            expected = sum(j * likelihood[s, b] for s, j in enumerate(joint)) / sum(joint)
+            assert rho[a, b] == pytest.approx(expected.item(), abs=1e-14)
+
+
+def test_a_hand_worked_example():
+    # Two equally likely solutions; the first always says 14, the second 14 or 15 by a coin.
+    rho = exact_cer(torch.tensor([0.5, 0.5]), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+    assert rho[0, 0] == pytest.approx((0.5 * 1 * 1 + 0.5 * 0.5 * 0.5) / 0.75)
+    assert rho[1, 0] == pytest.approx(0.5)  # only the second solution leads to 15
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bounds(seed):
+    rho = exact_cer(*finite_distribution(seed=seed))
+    assert (rho >= 0).all() and (rho <= 1).all()
+    assert torch.allclose(rho.sum(1), torch.ones(5, dtype=torch.float64))  # some answer is given
+
+
+def test_bounds_are_reached():
+    rho = exact_cer(torch.tensor([0.3, 0.7]), torch.eye(2))  # each solution knows its one answer
+    assert torch.equal(rho, torch.eye(2))
+
+
+def test_an_impossible_answer_earns_nothing():
+    rho = exact_cer(torch.tensor([1.0]), torch.tensor([[1.0, 0.0]]))
+    assert rho[1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_theorem_1_a_correct_answer_earns_at_least_its_probability(seed):
+    """rho(a*, a*) = E[p^2] / E[p] >= E[p] = pi(a*|q), p = pi(a*|s,q)."""
+    prior, likelihood = finite_distribution(seed=seed)
+    assert (exact_cer(prior, likelihood).diagonal() > prior @ likelihood).all()
+
+
+def test_theorem_1_with_equality_where_every_solution_is_as_likely_to_give_it():
+    prior, likelihood = finite_distribution()
+    likelihood[:, 0] = 0.2
+    likelihood[:, 1:] *= 0.8 / likelihood[:, 1:].sum(1, keepdim=True)
+    gap = exact_cer(prior, likelihood).diagonal() - prior @ likelihood
+    assert abs(gap[0]) < 1e-15 and (gap[1:] > 1e-3).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_theorem_2_the_expected_reward_is_that_of_exact_match(seed):
+    prior, likelihood = finite_distribution(seed=seed)
+    p_answer = prior @ likelihood  # pi(a|q): also the expected exact match with reference a
+    assert (p_answer @ exact_cer(prior, likelihood) - p_answer).abs().max() < 1e-12
+
+
+def test_the_estimator_converges_to_exact_cer_as_M_grows():
+    prior, likelihood = finite_distribution()
+    rho, answers, errors = exact_cer(prior, likelihood), torch.arange(5), []
+    for M in 100, 10_000, 1_000_000:
+        s = torch.multinomial(prior, M, replacement=True)
+        R = cer.cer(likelihood[s][:, answers].T.log(), likelihood[s, 2].log())
+        errors.append((R - rho[:, 2]).abs().max().item())
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.003
+
+
+def test_cer_equals_the_matrix_formula():
+    W, P = torch.rand(6, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    naive = torch.diag(1 / W.sum(1)) @ W @ P
+    assert torch.allclose(cer.cer(W.log(), P.log()), naive, atol=1e-15)
+
+
+def test_cer_keeps_proportions_far_below_the_smallest_float():
+    R = cer.cer(torch.tensor([[-2000.0, -2000.0 + torch.log(torch.tensor(3.0))]]), torch.zeros(2))
+    assert R.item() == pytest.approx(1.0)
+    R = cer.cer(torch.tensor([[-2000.0, -2001.0]]), torch.tensor([0.0, -torch.inf]))
+    assert R.item() == pytest.approx(1 / (1 + torch.tensor(-1.0).exp().item()))
+
+
+def test_a_row_of_minus_infinity_earns_zero():
+    log_W = torch.tensor([[-torch.inf, -torch.inf], [-1.0, -torch.inf]])
+    R = cer.cer(log_W, torch.tensor([-0.5, -0.1]))
+    assert R.tolist() == [0.0, pytest.approx(torch.tensor(-0.5).exp().item())]
+
+
+def test_own_solutions_are_the_first_columns():
+    answer_of_column = [0, 1, 0, 2, 0, 1]
+    for M in range(1, 7):
+        chosen = choose_columns(3, answer_of_column, M)
+        assert chosen.sum(1).tolist() == [M] * 3
+        for u in range(3):
+            own = [j for j, a in enumerate(answer_of_column) if a == u]
+            assert chosen[u, own].sum() == min(M, len(own))
+    others = torch.stack([choose_columns(3, answer_of_column, 2)[2] for _ in range(300)]).sum(0)
+    assert others[3] == 300 and (others[[0, 1, 2, 4, 5]] > 30).all()  # at random among the others
+
+
+# --------------------------------------------------------------------------- the scorer and its spec
+
+
+@torch.no_grad()
+def naive_logprobs(model, tokenizer, contexts, answer):
+    """The definition: for every context a full forward pass for every prefix of the answer, and the
+    whole vocabulary searched for the tokens that finish it."""
+    table = vocabulary(tokenizer).bytes
+    path = tokenizer.encode("{" + answer, add_special_tokens=False)
+    missing = [b"".join(table[t] for t in path[i:]) + b"}" for i in range(len(path) + 1)]
+    closers = [[v for v, piece in enumerate(table) if piece.startswith(m)] for m in missing]
+    result = []
+    for context in contexts:
+        ways, so_far = [], 0.0
+        for i in range(len(path) + 1):
+            logits = model(input_ids=torch.tensor([context + path[:i]])).logits
+            logp = logits[0, -1].float().log_softmax(-1)
+            ways.append(so_far + logp[closers[i]].exp().sum().log())
+            so_far = so_far + logp[path[i]] if i < len(path) else so_far
+        result.append(torch.stack(ways).logsumexp(0))
+    return torch.stack(result)
+
+
+ANSWERS = [
+    "14",
+    "1",
+    r"\frac{1}{2}",
+    r"(-\infty, 3]",
+    " 14 ",
+    "",
+    "größer als 5 µm",
+    "日本 🙂",
+    "14 eggs",
+]
+
+
+def check_against_naive(model, tokenizer, limit):
+    solutions = ["", "3*4=12; 12+2=14 eggs\n" * 4, "so it is", "2+2=4;\n"]
+    contexts = [tokenizer.encode(f"Ana has {text}\\boxed") for text in solutions]
+    contexts.append(contexts[0][:1])
+    fast = answer_logprobs(model, tokenizer, contexts, ANSWERS)
+    assert fast.shape == (len(ANSWERS), len(contexts)) and fast.dtype == torch.float32
+    naive = torch.stack([naive_logprobs(model, tokenizer, contexts, a) for a in ANSWERS])
+    assert (fast - naive).abs().max() < limit
+    return fast
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_scores_equal_naive_full_forwards(tokenizer, family, tied):
+    check_against_naive(tiny_model(len(tokenizer) + 11, family, tied), tokenizer, limit=1e-4)
+
+
+def test_scores_equal_naive_with_the_real_tokenizer(qwen_tokenizer):
+    model = tiny_model(151_936, hidden_size=16, num_hidden_layers=1)
+    check_against_naive(model, qwen_tokenizer, limit=1e-4)
+
+
+def test_scores_equal_naive_in_eager_attention(tokenizer):
+    model = tiny_model(len(tokenizer))
+    model.set_attn_implementation("eager")
+    check_against_naive(model, tokenizer, limit=1e-4)
+
+
+def test_scores_in_bf16_are_near(tokenizer):
+    exact = tiny_model(len(tokenizer))
+    rounded = tiny_model(len(tokenizer)).to(torch.bfloat16)
+    contexts = [tokenizer.encode(r"Ana has 3*4=12; \boxed"), tokenizer.encode(r"\boxed")]
+    fast = answer_logprobs(rounded, tokenizer, contexts, ANSWERS)
+    assert fast.dtype == torch.float32
+    difference = fast - answer_logprobs(exact, tokenizer, contexts, ANSWERS)
+    assert difference.abs().median() < 0.3  # of log-probs around -30
+
+
+@pytest.mark.parametrize("fits, columns", [(120, 1024), (1, 1024), (10_000, 1), (120, 12)])
+def test_the_cut_into_micro_batches_changes_nothing(tokenizer, monkeypatch, fits, columns):
+    model = tiny_model(len(tokenizer))
+    whole = check_against_naive(model, tokenizer, limit=1e-4)
+    monkeypatch.setattr(cer, "tokens_that_fit", lambda model: fits)
+    monkeypatch.setattr(cer, "MOST_COLUMNS", columns)
+    assert (check_against_naive(model, tokenizer, limit=1e-4) - whole).abs().max() < 1e-4
+
+
+def test_no_contexts_no_answers(tokenizer):
+    model = tiny_model(len(tokenizer))
+    assert answer_logprobs(model, tokenizer, [], ["14"]).shape == (1, 0)
+    assert answer_logprobs(model, tokenizer, [[5]], []).shape == (0, 1)
+    with pytest.raises(ValueError, match="at least one token"):
+        answer_logprobs(model, tokenizer, [[]], ["14"])
+
+
+def test_answers_in_all_their_continuations_share_the_probability(tokenizer):
+    """Finished answers exclude each other, so their probabilities sum to at most 1; and the
+    finished answers of one token, "{x}", are all that the model can say in that shape."""
+    model = tiny_model(len(tokenizer))
+    texts = {piece.decode() for piece in vocabulary(tokenizer).bytes if piece.isalnum()}
+    context = tokenizer.encode(r"\boxed")
+    total = answer_logprobs(model, tokenizer, [context], sorted(texts)).exp().sum()
+    assert 0 < total < 1
+
+
+# ------------------------------------------------------------------------------------- one question
+
+
+def rollout_of(tokenizer, texts, reference):
+    """A rollout with hand-written completions."""
+    vocab, stop = vocabulary(tokenizer), tokenizer.eos_token_id
+    completions = [tokenizer.encode(text) + [stop] for text in texts]
+    found = [vocab.locate_answer(ids) for ids in completions]
+    return Rollout(
+        problem=data.Problem("How many eggs?", reference, "toy"),
+        prompt=tokenizer.encode("How many eggs?\n"),
+        completions=completions,
+        texts=texts,
+        cuts=[f[0] if f else len(ids) for f, ids in zip(found, completions)],
+        answers=[f[1] if f else None for f in found],
+        truncated=[False] * len(texts),
+    )
+
+
+def test_cer_reward_is_the_definition_over_all_pairs(tokenizer):
+    model = tiny_model(len(tokenizer))
+    texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "\\boxed{seven}"]
+    rollout = rollout_of(tokenizer, texts, reference="7")
+    R, group = cer_reward(model, tokenizer, rollout, M=5)
+    boxed = [0, 1, 2, 4]
+    contexts = [rollout.context(j) for j in boxed]
+
+    def pi(answer):
+        return naive_logprobs(model, tokenizer, contexts, answer).exp()
+
+    for i in boxed:
+        W_i, P = pi(rollout.answers[i]), pi("7")
+        assert R[i] == pytest.approx(((W_i * P).sum() / W_i.sum()).item(), rel=1e-3)
+    assert R[3] == 0 and R[0] == R[2]
+    assert group.answers == ["12", "7", "seven"] and group.columns == boxed
+    assert group.log_W.shape == (3, 4) and group.log_P.shape == (4,)
+    assert torch.equal(group.log_P, group.log_W[1])  # a* equals an answer and shares its row
+
+
+def test_m_1_judges_each_answer_by_a_solution_of_its_own(tokenizer):
+    model = tiny_model(len(tokenizer))
+    texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs"]
+    R, group = cer_reward(model, tokenizer, rollout_of(tokenizer, texts, "seven"), M=1)
+    P = group.log_P.exp()
+    assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
+
+
+def test_without_any_answer_all_earn_nothing(tokenizer):
+    model = tiny_model(len(tokenizer))
+    R, group = cer_reward(model, tokenizer, rollout_of(tokenizer, ["no", "box"], "7"), M=2)
+    assert R.tolist() == [0, 0] and group.columns == []
+
+
+def test_an_empty_box_earns_nothing_unless_the_reference_is_empty(tokenizer):
+    model = tiny_model(len(tokenizer))
+    texts = ["\\boxed{}", "\\boxed{7}"]
+    R, _ = cer_reward(model, tokenizer, rollout_of(tokenizer, texts, "7"), M=2)
+    assert R[0] == 0 and R[1] > 0
+    R, _ = cer_reward(model, tokenizer, rollout_of(tokenizer, texts, ""), M=2)
+    assert R[0] > 0
+
+
+def test_theorem_2_on_a_language_model(toy_model_dir):
+    """The mean of pi(a*|s), the mean CER and the rate of exact match estimate one number."""
+    model, tokenizer = policy.load(toy_model_dir, torch.float32, torch.device("cpu"))
+    problem = data.load_problems("toy-test", 1)[0]
+    prompt = policy.encode_prompt(tokenizer, problem)
+    N, groups, estimates = 64, 40, {"P": [], "CER": [], "exact": []}
+    pilot = policy.sample(model, tokenizer, [problem], [prompt], n=64, max_new_tokens=32)[0]
+    answered = [a for a in pilot.answers if a]
+    a_star = max(set(answered), key=answered.count)  # a reference that the model does give
+    problem = data.Problem(problem.question, a_star, "toy")
+    for rollout in policy.sample(model, tokenizer, [problem] * groups, [prompt] * groups, N, 32):
+        R, group = cer_reward(model, tokenizer, rollout, M=N)
+        estimates["CER"].append(R.mean())
+        estimates["P"].append(group.log_P.exp().sum() / N)  # no answer: P = 0
+        estimates["exact"].append(sum(a == a_star for a in rollout.answers) / N)
+    mean = {name: torch.tensor(values).mean() for name, values in estimates.items()}
+    error = {name: torch.tensor(values).std() / groups**0.5 for name, values in estimates.items()}
+    assert mean["exact"] > 0.01  # there is something to compare
+    for name in "P", "CER":
+        spread = (error[name] ** 2 + error["exact"] ** 2) ** 0.5
+        assert abs(mean[name] - mean["exact"]) < 3 * spread, (mean, error)
