@@ -33,6 +33,7 @@ class Parser(argparse.ArgumentParser):
 def run_script(main):
     """Run a script's main(): an InputError becomes one line on stderr and exit code 2, without a
     traceback."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not a line for every retry
     try:
         main()
     except InputError as error:

@@ -21,7 +21,7 @@ from policy import encode_prompt, gather, init_ranks, load, sample
 from rewards import is_correct
 
 
-def evaluate(model, tokenizer, problems, runs, name="evaluation", **settings):
+def evaluate(model, tokenizer, problems, runs, seed=0, name="evaluation", **settings):
     """Sample every problem `runs` times -> (summary, records: every sample, in order). Ranks share
     the problems.
 
@@ -36,7 +36,11 @@ def evaluate(model, tokenizer, problems, runs, name="evaluation", **settings):
     with tqdm(
         total=len(mine) * runs, desc=name, unit="sample", leave=False, disable=rank > 0
     ) as bar:
-        rollouts = sample(model, tokenizer, mine, prompts, n=runs, progress=bar.update, **settings)
+        with torch.random.fork_rng():  # evaluating leaves a training run's random numbers alone
+            torch.manual_seed(seed * 1000 + rank)
+            rollouts = sample(
+                model, tokenizer, mine, prompts, runs, progress=bar.update, **settings
+            )
     records = [
         {
             "index": rank + world * k,
@@ -128,28 +132,23 @@ def main():
         raise InputError(f"{out} holds the results of another evaluation: choose another --out")
     device = init_ranks()
     datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
-    model, tokenizer = load(
-        args.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device
-    )
-    torch.manual_seed(args.seed * 1000 + dist.get_rank())
+    model, tokenizer = load(args.model, device)
 
     results, samples = {}, []
     for name, problems in datasets.items():
         letters = all(problem.kind == "letter" for problem in problems)
         runs = args.runs or (SOURCES[name].runs if name in SOURCES else 1 if letters else 16)
         settings = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-        results[name], records = evaluate(
-            model, tokenizer, problems, runs, name, max_new_tokens=args.max_new_tokens, **settings
-        )
+        settings |= dict(max_new_tokens=args.max_new_tokens, seed=args.seed, name=name)
+        results[name], records = evaluate(model, tokenizer, problems, runs, **settings)
         samples += [{"dataset": name} | record for record in records]
 
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         with open(out / "samples.jsonl", "w") as file:
             file.writelines(json.dumps(record) + "\n" for record in samples)
-        (out / "results.json").write_text(
-            json.dumps({"args": vars(args), "results": results}, indent=2) + "\n"
-        )
+        report = {"args": vars(args), "results": results}
+        (out / "results.json").write_text(json.dumps(report, indent=2) + "\n")
         print(table(results))
         print(f"every sample: {out / 'samples.jsonl'}")
     dist.destroy_process_group()

@@ -124,8 +124,12 @@ def token_bytes(tokenizer):
 # ------------------------------------------------------------------------------------------ loading
 
 
-def load(name_or_dir, dtype, device):
-    """A Hugging Face causal language model and its tokenizer -> (model in eval mode, tokenizer)."""
+def load(name_or_dir, device, dtype=None):
+    """A Hugging Face causal language model and its tokenizer -> (model in eval mode, tokenizer).
+
+    dtype: by default the actor's, bf16 on a GPU and fp32 on a CPU.
+    """
+    dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_dir)
         model = AutoModelForCausalLM.from_pretrained(

@@ -189,10 +189,8 @@ def main():
         if rank == 0 and not args.resume:
             toy.warm_start(args.model, args.seed)
         dist.barrier()
-    actor, tokenizer = load(
-        args.model, torch.bfloat16 if device.type == "cuda" else torch.float32, device
-    )
-    policy = shard(load(args.model, torch.float32, device)[0])
+    actor, tokenizer = load(args.model, device)
+    policy = shard(load(args.model, device, torch.float32)[0])
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
     judge = Judge(actor, tokenizer, args.m)
 

@@ -1,4 +1,7 @@
+import os
 from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 
 import pytest
 import torch
@@ -47,9 +50,8 @@ def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
     }[family]
     shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
     shape |= dict(num_key_value_heads=2, intermediate_size=64, max_position_embeddings=512)
-    config = make(
-        vocab_size=rows, tie_word_embeddings=tied, initializer_range=0.3, **{**shape, **settings}
-    )
+    shape |= dict(vocab_size=rows, tie_word_embeddings=tied, initializer_range=0.3)
+    config = make(**{**shape, **settings})
     return model(config).eval()
 
 

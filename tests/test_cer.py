@@ -22,7 +22,7 @@ def finite_distribution(S=7, A=5, seed=0):
     return prior / prior.sum(), likelihood / likelihood.sum(1, keepdim=True)
 
 
-# ----------------------------------------------------------------------------------- the mathematics
+# ---------------------------------------------------------------------------------- the mathematics
 
 
 def test_exact_cer_is_the_conditional_expectation_written_out():
@@ -122,7 +122,7 @@ def test_own_solutions_are_the_first_columns():
     assert others[3] == 300 and (others[[0, 1, 2, 4, 5]] > 30).all()  # at random among the others
 
 
-# --------------------------------------------------------------------------- the scorer and its spec
+# -------------------------------------------------------------------------- the scorer and its spec
 
 
 @torch.no_grad()
@@ -287,7 +287,7 @@ def test_an_empty_box_earns_nothing_unless_the_reference_is_empty(tokenizer):
 
 def test_theorem_2_on_a_language_model(toy_model_dir):
     """The mean of pi(a*|s), the mean CER and the rate of exact match estimate one number."""
-    model, tokenizer = policy.load(toy_model_dir, torch.float32, torch.device("cpu"))
+    model, tokenizer = policy.load(toy_model_dir, "cpu")
     problem = data.load_problems("toy-test", 1)[0]
     prompt = policy.encode_prompt(tokenizer, problem)
     N, groups, estimates = 64, 40, {"P": [], "CER": [], "exact": []}

@@ -1,0 +1,167 @@
+import json
+
+import pytest
+
+import data
+import toy
+from data import Problem, chat_messages, load_problems, split_answer
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"so \boxed{14}.", "14"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} and then \boxed{2}", "2"),
+        (r"\boxed{1} and then \boxed{2", "1"),  # the last one never closes
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),  # escaped braces are symbols
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed{a \\}", r"a \\"),  # an escaped backslash does not escape the brace
+        (r"\boxed{a\}", None),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed{a \boxed{3} b}", "3"),
+        ("\\boxed{ 14 }", " 14 "),  # never stripped
+        (r"\boxed{}", ""),
+        ("\\boxed{two\nlines}", "two\nlines"),
+        (r"}} { \boxed{5}", "5"),
+        (r"\\boxed{5}", "5"),
+        (r"boxed{5}", None),
+        (r"\boxed 5", None),
+        (r"\fbox{5}", None),
+        ("\\", None),
+        ("", None),
+    ],
+)
+def test_split_answer(text, answer):
+    found = split_answer(text)
+    if answer is None:
+        assert found is None
+    else:
+        offset, got = found
+        assert got == answer and text[offset] == "{"
+        assert text[:offset].endswith(r"\boxed") and text[offset + 1 :].startswith(answer + "}")
+
+
+def test_split_answer_takes_linear_time():
+    assert split_answer("\\boxed{" * 100_000) is None
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_the_columns_of_the_hub(tmp_path):
+    rows = [
+        {"problem": "a", "solution": r"so \boxed{\frac12}"},
+        {"question": "b", "answer": " 14 "},  # never rewritten
+        {"question": "c", "answer": 27},
+        {"question": "c", "answer": 27.5},
+        {"question": "c", "answer": 0},
+        {"problem": "d", "answer": "x", "solution": r"\boxed{y}"},
+        {"question": "e", "options": ["p", "q"], "answer": "B"},
+        {"question": "f", "options": ["p", "q"], "answer": "q", "answer_letter": "B"},
+    ]
+    problems = load_problems(write(tmp_path / "rows.jsonl", rows))
+    references = [r"\frac12", " 14 ", "27", "27.5", "0", "x", "B", "B"]
+    assert [problem.reference for problem in problems] == references
+    assert [problem.kind for problem in problems] == ["math"] * 6 + ["letter"] * 2
+    assert problems[6].question == "e\nA: p\nB: q"
+
+
+def test_at_most_ten_options(tmp_path):
+    row = {"question": "q", "options": [str(i) for i in range(12)], "answer": "J"}
+    problem = load_problems(write(tmp_path / "rows.jsonl", [row]))[0]
+    assert problem.question.endswith("\nI: 8\nJ: 9")
+
+
+def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
+    good = {"question": "q", "answer": "14"}
+    bad = [{"question": "q", "answer": a} for a in (None, "", " ", [1], True)]
+    bad += [{"question": "", "answer": "1"}, {"question": 3, "answer": "1"}, {"answer": "1"}]
+    bad += [{"question": "q", "solution": r"\boxed{}"}, {"question": "q", "solution": r"\boxed 2"}]
+    problems = load_problems(write(tmp_path / "rows.jsonl", [*bad, good]))
+    assert problems == [Problem("q", "14")]
+    assert "left out 10 of 11 rows" in caplog.text
+
+
+def test_limit_counts_usable_problems(tmp_path):
+    rows = [{"question": "q", "answer": None}] + [{"question": "q", "answer": i} for i in range(5)]
+    problems = load_problems(write(tmp_path / "rows.jsonl", rows), limit=2)
+    assert [problem.reference for problem in problems] == ["0", "1"]
+
+
+def test_json_and_parquet_hold_the_same(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"question": "q", "answer": "1"}, {"question": "r", "answer": "2"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    expected = load_problems(write(tmp_path / "rows.jsonl", rows))
+    for name in "rows.json", "rows.parquet":
+        assert load_problems(str(tmp_path / name)) == expected
+
+
+def test_webinstruct_is_cut_as_in_the_paper():
+    rows = [("Mathematics", "University"), ("Physics", "University"), ("Physics", "Senior High")]
+    keep = [data.beyond_mathematics(dict(category=c, difficulty=d)) for c, d in rows]
+    assert keep == [False, True, False]
+
+
+def test_the_papers_data_sets_have_names():
+    training, math = {"math7.5k", "webinstruct"}, {"math500", "amc23", "aime24", "aime25"}
+    letters = {"mmlu-pro", "supergpqa"}
+    assert training | math | letters | {"toy", "toy-test"} == set(data.SOURCES)
+    assert {data.SOURCES[name].runs for name in math} == {16}
+    assert {data.SOURCES[name].runs for name in letters} == {1}
+
+
+def test_the_real_rows(shared_data):
+    counts = {"math_train": 7496, "math500": 500, "amc23": 40, "aime24": 30}
+    counts |= {"mmlu_pro_test": 700, "supergpqa_sample": 300, "webinstruct_nover_sample": 800}
+    for name, count in counts.items():
+        assert len(load_problems(shared_data / f"{name}.jsonl")) == count
+
+
+def test_the_prompt():
+    system, user = chat_messages(Problem("How many?", "14"))
+    assert system == {"role": "system", "content": "You are a helpful assistant."}
+    assert user["content"] == (
+        "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    )
+    letter = chat_messages(Problem("Which?\nA: x", "A", "letter"))[1]["content"]
+    assert letter.endswith("\\boxed{}. Please only provide the letter of the answer in the box.")
+
+
+# ------------------------------------------------------------------------------------------ the toy
+
+
+def test_the_toys_held_out_problems_are_not_trained_on():
+    train, test = load_problems("toy"), load_problems("toy-test")
+    assert len(train) == 2000 and len(test) == 200
+    assert not {p.question for p in train} & {p.question for p in test}
+    assert train == load_problems("toy")
+
+
+def test_the_toys_references_come_in_all_forms():
+    answers = {p.reference for p in load_problems("toy")}
+    for sign in "it is", "in total", "eggs", "14", "fourteen":
+        assert any(sign in answer for answer in answers)
+
+
+def test_the_toys_ground_truth_reads_every_form():
+    story = toy.Story(method=0, name="Ana", unit="eggs", n=3, a=4, b=2)
+    assert story.question().startswith("Ana has 3 bags of 4 eggs and 2 more")
+    assert [story.work(m)[3] for m in range(3)] == [14, 18, 9]
+    for value in 9, 14, 20, 42:
+        forms = [story.form(form, value) for form in toy.FORMS]
+        assert len(set(forms)) == 8 and {toy.value_of(form) for form in forms} == {value}
+    for nonsense in "", "eggs", "it is", "14 14", "3*4+2", "014":
+        assert toy.value_of(nonsense) is None
+
+
+def test_the_toys_rule_knows_digits_only():
+    assert toy.same_digits("14 eggs", "it is 14") and toy.same_digits("fourteen", "fourteen")
+    assert not toy.same_digits("fourteen", "14") and not toy.same_digits("15", "14")
+    assert not toy.same_digits("twelve", "fourteen") and not toy.same_digits("1 4", "14")

@@ -1,0 +1,186 @@
+"""The scripts as a user runs them; in this process, so that torch is imported once."""
+
+import argparse
+import json
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import data
+import evaluate
+import policy
+import train
+
+
+@pytest.fixture
+def script(monkeypatch, capsys, tmp_path):
+    """script(module, "--flag value ...") -> (exit code, stdout, stderr), run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(module, arguments):
+        monkeypatch.setattr(sys, "argv", [module.__file__, *arguments.split()])
+        policy.init_ranks()
+        code = 0
+        try:
+            data.run_script(module.main)
+        except SystemExit as stop:
+            code = stop.code
+        if not dist.is_initialized():
+            policy.init_ranks()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+FAST = "--dataset toy --steps 2 --questions 4 --samples 4"
+FAST += " --eval-limit 8 --eval-runs 2 --eval-every 2"
+
+
+@pytest.mark.parametrize("reward", ["cer", "exact", "rule", "rule+cer"])
+def test_two_steps_of_training(script, tmp_path, toy_model_dir, reward):
+    arguments = f"--model {toy_model_dir} --reward {reward} --out run {FAST}"
+    code, out, err = script(train, arguments)
+    assert code == 0 and out.splitlines()[-1].startswith("  pass@1  0.")
+    run = tmp_path / "run"
+    lines = read_lines(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert "pass_at_1" in lines[0] and "pass_at_1" not in lines[1] and "pass_at_1" in lines[2]
+    names = "reward exact_match answered truncated unique_answers solution_tokens grad_norm seconds"
+    names += " zero_advantage_groups tokens_per_second lr loss"
+    assert set(names.split()) <= set(lines[1])
+    assert set(lines[1]["seconds"]) == {"sample", "reward", "update"}
+    config = json.loads((run / "config.json").read_text())
+    assert config["reward"] == reward and config["samples"] == 4 and config["lr"] == 6e-4
+    samples = read_lines(run / "samples.jsonl")
+    assert len(samples) == 4 and len(samples[0]["answers"]) == len(samples[0]["R"]) == 4
+    if "cer" in reward:
+        for sample in samples:
+            U, columns = len(sample["distinct_answers"]), len(sample["columns"])
+            assert [len(row) for row in sample["W"]] == [columns] * U
+            assert len(sample["P"]) == columns
+    trained = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-2")
+    started = AutoModelForCausalLM.from_pretrained(toy_model_dir)
+    if any(len(set(sample["R"])) > 1 for sample in samples):  # else there was nothing to learn
+        for a, b in zip(trained.parameters(), started.parameters()):
+            assert not torch.equal(a, b)
+    assert AutoTokenizer.from_pretrained(run / "checkpoints" / "step-2").chat_template
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(script, tmp_path, toy_model_dir):
+    flags = f"--model {toy_model_dir} {FAST} --lr-end 1 --eval-every 4 --save-every 2"
+    script(train, f"{flags} --steps 4 --out whole")
+    script(train, f"{flags} --steps 2 --out parts")
+    code, _, _ = script(train, f"{flags} --steps 4 --out parts --resume")
+    assert code == 0
+    for name in "metrics.jsonl", "samples.jsonl":
+        whole, parts = (read_lines(tmp_path / run / name) for run in ("whole", "parts"))
+        for line in whole + parts:
+            for clock in "seconds", "tokens_per_second", "pass_at_1", "pass_at_1_stderr":
+                line.pop(clock, None)
+        assert whole[-2:] == parts[-2:] and len(whole) == len(parts)
+
+
+def test_an_epoch_shows_every_problem_once():
+    args = argparse.Namespace(questions=3, seed=0)
+    shown = [p for step in range(1, 5) for p in train.questions_of(step, list(range(6)), args)]
+    assert sorted(shown[:6]) == sorted(shown[6:]) == list(range(6)) and shown[:6] != shown[6:]
+
+
+def test_evaluation(script, tmp_path, toy_model_dir):
+    rows = [{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "answer": "4"}]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = f"--model {toy_model_dir} --dataset toy-test,sums.jsonl --limit 5 --runs 3 --out e"
+    code, out, err = script(evaluate, arguments + " --max-new-tokens 24")
+    assert code == 0 and "toy-test" in out and "sums.jsonl" in out and "average" in out
+    results = json.loads((tmp_path / "e" / "results.json").read_text())["results"]
+    samples = read_lines(tmp_path / "e" / "samples.jsonl")
+    assert len(samples) == 5 * 3 + 2 * 3
+    toy = [sample for sample in samples if sample["dataset"] == "toy-test"]
+    summary = results["toy-test"]
+    assert summary["questions"] == 5 and summary["runs"] == 3
+    assert summary["pass_at_1"] == pytest.approx(sum(s["correct"] for s in toy) / 15)
+    by_question = torch.tensor([float(s["correct"]) for s in toy]).view(5, 3).mean(1)
+    assert summary["stderr"] == pytest.approx((by_question.std() / 5**0.5).item())
+
+
+BAD_INPUT = {
+    "--dataset math501": r"unknown data set 'math501'.*math7.5k, webinstruct, math500",
+    "--dataset no/such.jsonl": r"no such file: no/such.jsonl",
+    "--dataset broken.jsonl": r"broken.jsonl, line 2: not valid JSON",
+    "--dataset list.jsonl": r"list.jsonl, line 1: expected an object",
+    "--dataset columns.jsonl": r"no question column \(question or problem\); .*: answer, prompt",
+    "--dataset no_answer.jsonl": r"no answer column \(answer or solution\); columns present: q",
+    "--dataset empty.jsonl": r"the data set is empty",
+    "--dataset useless.jsonl": r"none of the 1 rows has a question and a usable reference",
+    "--dataset text.txt": r"expected a file that ends in .jsonl, .json, .parquet",
+    "--dataset bad.parquet": r"bad.parquet: not a readable parquet file",
+    "--dataset math500": r"cannot load math-ai/math500 .*local .jsonl",
+    "--dataset good.jsonl --reward oracle": r"--reward: invalid choice: 'oracle'.*rule\+cer",
+    "--dataset good.jsonl --samples 1": r"--samples must be at least 2",
+    "--dataset good.jsonl --m 0": r"--m must be from 1 to --samples \(16\), got 0",
+    "--dataset good.jsonl --samples 4 --m 5": r"--m must be from 1 to --samples \(4\), got 5",
+    "--dataset good.jsonl --steps 0": r"--steps must be at least 1",
+    "--dataset good.jsonl --lr x": r"argument --lr: invalid float value: 'x'",
+    "--dataset good.jsonl --max-prompt-tokens 1": r"--max-prompt-tokens 1: all of good.jsonl",
+    "--dataset good.jsonl --model empty_dir": r"empty_dir: not a Hugging Face model directory",
+    "--dataset good.jsonl --model weightless": r"weightless: not a Hugging Face model directory",
+    "--dataset good.jsonl --model Qwen/Qwen9": r"cannot load the model Qwen/Qwen9.*a local dir",
+    "--dataset good.jsonl --out used": r"--out used holds another run",
+    "--dataset good.jsonl --out new --resume": r"no checkpoint in new/checkpoints",
+    "--dataset good.jsonl --resume": r"--resume needs --out",
+    "--dataset good.jsonl --no-such-flag": r"unrecognized arguments: --no-such-flag",
+}
+
+
+@pytest.fixture
+def bad_files(tmp_path, toy_model_dir):
+    good = '{"question": "Q?", "answer": "1"}\n'
+    files = {
+        "good.jsonl": good,
+        "broken.jsonl": good + '{"question": \n',
+        "list.jsonl": "[1, 2]\n",
+        "columns.jsonl": '{"prompt": "Q?", "answer": "1"}\n',
+        "no_answer.jsonl": '{"question": "Q?"}\n',
+        "empty.jsonl": "",
+        "useless.jsonl": '{"question": "Q?", "answer": null}\n',
+        "text.txt": "Q?",
+        "bad.parquet": "not parquet",
+        "used/metrics.jsonl": "",
+        "empty_dir/README": "",
+        "weightless/config.json": (toy_model_dir / "config.json").read_text(),
+        "weightless/tokenizer.json": (toy_model_dir / "tokenizer.json").read_text(),
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUT)
+def test_bad_input_gets_one_clear_line(script, bad_files, tmp_path, toy_model_dir, arguments):
+    model = "" if "--model" in arguments else f"--model {toy_model_dir} "
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = script(train, model + arguments)
+    assert code == 2 and out == ""
+    assert len(err.splitlines()) == 1 and err.startswith("train.py: "), err
+    assert re.search(BAD_INPUT[arguments], err), err
+    assert sorted(tmp_path.rglob("*")) == before  # nothing half written
+
+
+def test_a_data_set_that_is_not_the_toy_needs_a_model(script, bad_files):
+    code, _, err = script(train, "--dataset good.jsonl")
+    assert code == 2 and "--dataset good.jsonl needs --model" in err
+
+
+def test_evaluation_refuses_to_overwrite(script, tmp_path, toy_model_dir):
+    (tmp_path / "results.json").write_text("{}")
+    code, _, err = script(evaluate, f"--model {toy_model_dir} --dataset toy-test --out .")
+    assert code == 2 and "holds the results of another evaluation" in err
