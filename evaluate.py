@@ -38,9 +38,8 @@ def evaluate(model, tokenizer, problems, runs, seed=0, name="evaluation", **sett
     ) as bar:
         with torch.random.fork_rng():  # evaluating leaves a training run's random numbers alone
             torch.manual_seed(seed * 1000 + rank)
-            rollouts = sample(
-                model, tokenizer, mine, prompts, runs, progress=bar.update, **settings
-            )
+            settings["progress"] = bar.update
+            rollouts = sample(model, tokenizer, mine, prompts, runs, **settings)
     records = [
         {
             "index": rank + world * k,
@@ -116,11 +115,10 @@ def parse_args():
         "--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)"
     )
     args = parser.parse_args()
-    for flag in "runs", "limit", "max_new_tokens":
-        if getattr(args, flag) is not None and getattr(args, flag) < 1:
-            raise InputError(
-                f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}"
-            )
+    for name in "runs", "limit", "max_new_tokens":
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value is not None and value < 1:
+            raise InputError(f"{flag} must be at least 1, got {value}")
     return args
 
 

@@ -47,53 +47,30 @@ logger = logging.getLogger("train")
 
 
 def parse_args():
-    parser = Parser(
-        description=__doc__.split("\n\n")[0],
-        epilog="Defaults are the paper's; the toy has its own.",
-    )
+    parser = Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
     add = parser.add_argument
     # what is trained, on what, by which reward
-    add(
-        "--model", help="Hugging Face model id or directory (default: the toy's, warm-started here)"
-    )
-    add("--dataset", help="data set by name or file (default: toy, or math7.5k with --model)")
-    add("--reward", default="cer", choices=REWARDS, help="(Section 5.1)")
+    add("--model", help="Hugging Face id or directory (default: the toy's, warm-started here)")
+    add("--dataset", help="data set by name or file (default: toy; with --model math7.5k)")
+    add("--reward", default="cer", choices=REWARDS)
     # the batch
     add("--questions", type=int, default=32, help="B, questions a step, over all ranks")
     add("--samples", type=int, default=16, help="N, samples of each question")
-    add("--m", type=int, help="M, solutions that a CER averages over (default: N; Table 3)")
-    add(
-        "--max-prompt-tokens",
-        type=int,
-        default=2048,
-        help="longer prompts are left out and counted",
-    )
-    add(
-        "--max-new-tokens", type=int, default=4096, help="samples are cut off here, and then earn 0"
-    )
+    add("--m", type=int, help="M, solutions that a CER averages over (default: N)")
+    add("--max-prompt-tokens", type=int, default=2048, help="longer prompts are left out")
+    add("--max-new-tokens", type=int, default=4096, help="samples cut off here earn 0")
     # optimisation
     add("--lr", type=float, default=1e-6)
     add(
-        "--lr-end",
-        type=float,
-        default=1.0,
-        help="share of --lr left at the last step, falling linearly (1: constant)",
+        "--lr-end", type=float, default=1.0, help="share of --lr at the end, linearly (1: constant)"
     )
-    add("--epochs", type=int, default=5, help="5 for MATH, 1 for WebInstruct in the paper")
+    add("--epochs", type=int, default=5, help="the paper has 5 for MATH and 1 for WebInstruct")
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
-    add(
-        "--microbatch-tokens",
-        type=int,
-        default=16384,
-        help="padded tokens in one forward-backward pass",
-    )
+    add("--microbatch-tokens", type=int, default=16384, help="in one forward and backward pass")
     add("--seed", type=int, default=0)
-    # evaluation
-    add(
-        "--eval-dataset",
-        help="data set to evaluate on at the start, every --eval-every steps and at the end",
-    )
-    add("--eval-every", type=int, default=50, help="steps between evaluations")
+    # evaluation: at the start, every so many steps, and at the end
+    add("--eval-dataset", help="data set by name or file (default: none)")
+    add("--eval-every", type=int, default=50, help="steps")
     add("--eval-limit", type=int, help="only the first so many questions")
     add("--eval-runs", type=int, default=1, help="samples of each question")
     add("--eval-temperature", type=float, default=0.6)
@@ -101,12 +78,7 @@ def parse_args():
     add("--eval-top-k", type=int, default=20)
     # files
     add("--out", help="directory of the run (default: runs/TIME-DATASET-REWARD)")
-    add(
-        "--save-every",
-        type=int,
-        default=100,
-        help="steps between checkpoints; the last step is always saved",
-    )
+    add("--save-every", type=int, default=100, help="steps; the last step is always saved")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
 
     args = parser.parse_args()
@@ -124,37 +96,21 @@ def check_args(args):
         if not condition:
             raise InputError(message)
 
-    require(
-        args.model or args.dataset == "toy",
-        f"--dataset {args.dataset} needs --model, an id or a directory",
-    )
-    require(
-        args.samples >= 2,
-        f"--samples must be at least 2 (RLOO's baseline is the others), got {args.samples}",
-    )
-    require(
-        1 <= args.m <= args.samples,
-        f"--m must be from 1 to --samples ({args.samples}), got {args.m}",
-    )
-    at_least_1 = [
-        "questions",
-        "max_prompt_tokens",
-        "max_new_tokens",
-        "epochs",
-        "steps",
-        "microbatch_tokens",
-    ]
-    for flag in at_least_1 + ["eval_every", "eval_limit", "eval_runs", "save_every"]:
-        value = getattr(args, flag)
-        require(
-            value is None or value >= 1,
-            f"--{flag.replace('_', '-')} must be at least 1, got {value}",
-        )
+    N, counts = args.samples, "questions max_prompt_tokens max_new_tokens epochs steps"
+    counts += " microbatch_tokens eval_every eval_limit eval_runs save_every"
+    for name in counts.split():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        require(value is None or value >= 1, f"{flag} must be at least 1, got {value}")
+    require(N >= 2, f"--samples must be at least 2 (RLOO's baseline is the others), got {N}")
+    require(1 <= args.m <= N, f"--m must be from 1 to --samples ({N}), got {args.m}")
     require(args.lr > 0, f"--lr must be positive, got {args.lr}")
     require(0 <= args.lr_end <= 1, f"--lr-end must be from 0 to 1, got {args.lr_end}")
-    require(
-        not args.resume or args.out, "--resume needs --out, the directory of the run to go on with"
-    )
+    require(args.eval_temperature >= 0, f"--eval-temperature is negative: {args.eval_temperature}")
+    require(0 < args.eval_top_p <= 1, f"--eval-top-p must be in (0, 1], got {args.eval_top_p}")
+    require(args.eval_top_k >= 0, f"--eval-top-k must be 0 (all) or more, got {args.eval_top_k}")
+    require(not args.resume or args.out, "--resume needs --out, the run to go on with")
+    needs_model = f"--dataset {args.dataset} needs --model, an id or a directory"
+    require(args.model or args.dataset == "toy", needs_model)
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -164,23 +120,13 @@ def main():
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args = parse_args()
-    if args.out is None:
-        args.out = time.strftime(f"runs/%Y%m%d-%H%M%S-{Path(args.dataset).stem}-{args.reward}")
-    out = Path(args.out)
-    if not args.resume and out.is_dir() and any(out.iterdir()):
-        raise InputError(
-            f"--out {out} holds another run: choose another directory, or --resume to go on with it"
-        )
-    if args.resume and last_checkpoint(out) is None:
-        raise InputError(f"--resume: no checkpoint in {out / 'checkpoints'}")
     device = init_ranks()
-    if args.dataset == "toy":
-        torch.set_num_threads(
-            1
-        )  # a model this small only loses by threads that wait for each other
     rank, world = dist.get_rank(), dist.get_world_size()
+    out = directory_of(args)
     if args.questions < world:
         raise InputError(f"--questions {args.questions} cannot be split over {world} ranks")
+    if args.dataset == "toy":
+        torch.set_num_threads(1)  # so small that threads only wait for each other
 
     problems = load_problems(args.dataset)
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
@@ -193,32 +139,13 @@ def main():
     policy = shard(load(args.model, device, torch.float32)[0])
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
     judge = Judge(actor, tokenizer, args.m)
-
-    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
-    train_set = [(p, q) for p, q in zip(problems, prompts) if len(q) <= args.max_prompt_tokens]
-    if len(train_set) < len(problems):
-        logger.info(
-            "left out %d of %d prompts over %d tokens",
-            *(len(problems) - len(train_set), len(problems), args.max_prompt_tokens),
-        )
-    if not train_set:
-        raise InputError(
-            f"--max-prompt-tokens {args.max_prompt_tokens}: all of {args.dataset} is longer"
-        )
+    train_set = with_prompts(problems, tokenizer, args)
     last_step = args.steps or max(1, args.epochs * len(train_set) // args.questions)
 
     torch.manual_seed(args.seed * 1000 + rank)  # every rank samples differently
     first_step = load_checkpoint(out, policy, optimizer) + 1 if args.resume else 1
     copy_weights(policy, actor)
     run = RunFiles(out, args, first_step) if rank == 0 else None
-
-    def pass_at_1(name):
-        settings = dict(
-            temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k
-        )
-        settings["max_new_tokens"] = args.max_new_tokens
-        summary, _ = evaluate(actor, tokenizer, eval_problems, args.eval_runs, name, **settings)
-        return {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
 
     todo = dict(initial=first_step - 1, total=last_step)
     bar = tqdm(**todo, desc=args.reward, unit="step", disable=rank > 0)
@@ -296,11 +223,39 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
 def evaluation(actor, tokenizer, problems, args):
     settings = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
     settings |= {"top_k": args.eval_top_k, "max_new_tokens": args.max_new_tokens}
+    settings |= {"seed": args.seed}
     summary, _ = evaluate(actor, tokenizer, problems, args.eval_runs, **settings)
     return {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
 
 
-# --------------------------------------------------------------------------------------- data order
+# ----------------------------------------------------------------------------------------- set-up
+
+
+def directory_of(args):
+    """The run's directory, which must be new, or with --resume hold a checkpoint. No rank goes on
+    before all have looked, since rank 0 will write."""
+    default = time.strftime(f"runs/%Y%m%d-%H%M%S-{Path(args.dataset).stem}-{args.reward}")
+    out = Path(args.out or gather([default])[0])
+    if args.resume and last_checkpoint(out) is None:
+        raise InputError(f"--resume: no checkpoint in {out / 'checkpoints'}")
+    if not args.resume and out.is_dir() and any(out.iterdir()):
+        raise InputError(f"--out {out} holds another run: choose a new directory, or --resume it")
+    dist.barrier()
+    return out
+
+
+def with_prompts(problems, tokenizer, args):
+    """-> list of (problem, prompt ids). Prompts over the limit are left out and counted."""
+    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
+    limit, total = args.max_prompt_tokens, len(problems)
+    train_set = [(p, ids) for p, ids in zip(problems, prompts) if len(ids) <= limit]
+    if not train_set:
+        raise InputError(f"--max-prompt-tokens {limit}: all of {args.dataset} is longer")
+    if len(train_set) < total:
+        logger.info(
+            "left out %d of %d prompts over %d tokens", total - len(train_set), total, limit
+        )
+    return train_set
 
 
 def questions_of(step, train_set, args):
