@@ -22,6 +22,7 @@ The first half of this file is the mathematics, pure functions of tensors. The s
 and P from a model.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -96,14 +97,11 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         return out
     vocab = vocabulary(tokenizer)
     paths = [vocab.encode("{" + answer) for answer in answers]
-    trees, columns = [], 0
-    for u, path in enumerate(paths):  # one tree, unless the answers are very long: T^2 mask entries
-        if u == 0 or columns + len(path) + 1 > MOST_COLUMNS:
-            trees.append([])
-            columns = 0
-        trees[-1].append(path)
-        columns += len(path) + 1
-    trees = [AnswerTree(vocab, tree, model.device) for tree in trees]
+    # One tree, unless the answers are very long, since its mask has T^2 entries: answers whose
+    # branches end within the same 1,024 columns share one.
+    ends = itertools.accumulate(len(path) + 1 for path in paths)
+    shared = itertools.groupby(zip(ends, paths), key=lambda branch: branch[0] // TREE_COLUMNS)
+    trees = [AnswerTree(vocab, [path for _, path in tree], model.device) for _, tree in shared]
 
     order = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
     lengths = [len(contexts[j]) + max(len(tree.tokens) for tree in trees) for j in order]
@@ -113,7 +111,7 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     return out
 
 
-MOST_COLUMNS = 1024  # of one tree: 16 answers of 64 tokens
+TREE_COLUMNS = 1024  # 16 answers of 64 tokens
 
 
 class AnswerTree:

@@ -82,12 +82,11 @@ def table(results):
     lines = [
         "data set               pass@1    +/-   answered  truncated  tokens   questions x runs"
     ]
-    for name, s in results.items():
-        spread = f"{100 * s['stderr']:6.1f}" if s["stderr"] is not None else "     -"
-        lines.append(
-            f"{name[-20:]:20} {100 * s['pass_at_1']:8.1f} {spread} {100 * s['answered']:9.1f}% "
-            f"{100 * s['truncated']:9.1f}% {s['tokens']:7.0f}   {s['questions']} x {s['runs']}"
-        )
+    for path, s in results.items():
+        spread = "-" if s["stderr"] is None else f"{100 * s['stderr']:.1f}"
+        name, score, answered = Path(path).name[-20:], 100 * s["pass_at_1"], 100 * s["answered"]
+        rates = f"{answered:9.1f}% {100 * s['truncated']:9.1f}% {s['tokens']:7.0f}"
+        lines.append(f"{name:20} {score:8.1f} {spread:>6} {rates}   {s['questions']} x {s['runs']}")
     if len(results) > 1:
         average = sum(s["pass_at_1"] for s in results.values()) / len(results)
         lines.append(f"{'average':20} {100 * average:8.1f}")

@@ -57,7 +57,9 @@ class Vocabulary:
         return len(self.bytes)
 
     def encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """Text -> ids. A special token's name in the text is text, as it is in an answer."""
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        return self.tokenizer.encode(text, **options)
 
     def join(self, ids):
         return b"".join(self.bytes[i] for i in ids)
@@ -132,14 +134,12 @@ def load(name_or_dir, device, dtype=None):
     dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_dir)
-        model = AutoModelForCausalLM.from_pretrained(
-            name_or_dir, dtype=dtype, attn_implementation="sdpa"
-        )
+        options = {"dtype": dtype, "attn_implementation": "sdpa"}
+        model = AutoModelForCausalLM.from_pretrained(name_or_dir, **options)
     except (OSError, ValueError) as error:
         if os.path.isdir(name_or_dir):
-            raise InputError(
-                f"{name_or_dir}: not a Hugging Face model directory ({error})"
-            ) from error
+            what = f"{name_or_dir}: not a Hugging Face model directory ({error})"
+            raise InputError(what) from error
         raise InputError(
             f"cannot load the model {name_or_dir}: no such directory, and the Hugging Face hub did "
             f"not give it ({error}); a local directory works too: --model DIR"
@@ -191,9 +191,8 @@ def encode_prompt(tokenizer, problem):
     has none."""
     messages = chat_messages(problem)
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+        options = {"add_generation_prompt": True, "return_dict": False}
+        return tokenizer.apply_chat_template(messages, **options)
     return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
 
 

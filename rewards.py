@@ -34,19 +34,18 @@ def cer(rollout, judge):
 
 def exact(rollout, judge=None):
     """1 where the answer is the reference letter for letter."""
-    return torch.tensor(
-        [float(answer == rollout.problem.reference) for answer in rollout.answers]
-    ), {}
+    a_star = rollout.problem.reference
+    return torch.tensor([float(answer == a_star) for answer in rollout.answers]), {}
 
 
 def rule(rollout, judge=None):
-    """1 where the data set's verifier accepts the answer: math-verify, the letter, or the toy's
-    rule."""
-    verdicts = [
-        verdict(rollout.problem, text, answer) if answer is not None else "no answer"
-        for text, answer in zip(rollout.texts, rollout.answers, strict=True)
-    ]
-    return torch.tensor([float(v == "right") for v in verdicts]), {"verdicts": Counter(verdicts)}
+    """1 where the data set's own verifier accepts the answer."""
+    R, verdicts = torch.zeros(len(rollout.answers)), Counter()
+    for i in rollout.answered:
+        found = verdict(rollout.problem, rollout.texts[i], rollout.answers[i])
+        R[i] = found == "right"
+        verdicts[found] += 1
+    return R, {"verdicts": verdicts}
 
 
 def rule_and_cer(rollout, judge):
@@ -62,8 +61,10 @@ REWARDS = {"cer": cer, "exact": exact, "rule": rule, "rule+cer": rule_and_cer}
 
 
 def verdict(problem, text, answer):
-    """The data set's own verifier -> "right", "wrong", and for math-verify also "unparsed" or
-    "timeout"."""
+    """The data set's own verifier: math-verify, equality of the letter, or the toy's rule.
+
+    -> "right" or "wrong", and from math-verify also "unparsed" or "timeout".
+    """
     if problem.kind == "math":
         return math_verify(problem.reference, text)
     if problem.kind == "letter":

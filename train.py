@@ -156,11 +156,14 @@ def main():
 
         # 1. Sample: N solutions, each with an answer, to each of the B questions.
         batch = questions_of(step, train_set, args)[rank::world]
-        rollouts = sample(actor, tokenizer, *zip(*batch), args.samples, args.max_new_tokens)
+        with inner_bar("sample", total=len(batch) * args.samples) as inner:
+            limits = {"max_new_tokens": args.max_new_tokens, "progress": inner.update}
+            rollouts = sample(actor, tokenizer, *zip(*batch), args.samples, **limits)
         clock.append(time.perf_counter())
 
         # 2. Reward: R [N] for each question. The policy itself is the judge; no gradient here.
-        rewards, notes = zip(*[REWARDS[args.reward](rollout, judge) for rollout in rollouts])
+        judged = [REWARDS[args.reward](r, judge) for r in inner_bar("reward", rollouts)]
+        rewards, notes = zip(*judged)
         clock.append(time.perf_counter())
 
         # 3. Leave-one-out: A [N] for each question.
@@ -206,11 +209,14 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
     """
     device, world = policy.lm_head.weight.device, dist.get_world_size()
     loss = torch.zeros((), device=device)
+    inner = inner_bar("update", total=len(rows))
     for ids, weights in microbatches(rows, microbatch_tokens):
         logprobs = policy.logprobs(ids.to(device))
         part = policy_gradient_loss(logprobs, weights.to(device)) / len(rows)
         (part * world).backward()  # FSDP averages gradients over the ranks, and this is a sum
         loss += part.detach()
+        inner.update(len(ids) * world)
+    inner.close()
     dist.all_reduce(loss)
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
     for group in optimizer.param_groups:
@@ -315,6 +321,12 @@ def report(run, bar, line):
     run.shown |= {"reward": line["reward"]} if "reward" in line else {}
     bar.set_postfix({name: f"{value:.3f}" for name, value in run.shown.items()}, refresh=False)
     bar.update(line["step"] > 0)
+
+
+def inner_bar(name, rollouts=None, total=None):
+    """A bar for one part of a step, shown only if that part takes longer than ten seconds."""
+    options = {"leave": False, "delay": 10, "disable": dist.get_rank() > 0}
+    return tqdm(rollouts, desc=name, total=total, **options)
 
 
 class RunFiles:

@@ -201,7 +201,7 @@ def test_the_cut_into_micro_batches_changes_nothing(tokenizer, monkeypatch, fits
     model = tiny_model(len(tokenizer))
     whole = check_against_naive(model, tokenizer, limit=1e-4)
     monkeypatch.setattr(cer, "tokens_that_fit", lambda model: fits)
-    monkeypatch.setattr(cer, "MOST_COLUMNS", columns)
+    monkeypatch.setattr(cer, "TREE_COLUMNS", columns)
     assert (check_against_naive(model, tokenizer, limit=1e-4) - whole).abs().max() < 1e-4
 
 

@@ -32,6 +32,11 @@ def test_special_tokens_spell_nothing(qwen_tokenizer):
     assert vocab.bytes[qwen_tokenizer.convert_tokens_to_ids("<think>")] == b"<think>"  # not special
 
 
+def test_the_name_of_a_special_token_is_text(qwen_tokenizer):
+    vocab = vocabulary(qwen_tokenizer)
+    assert vocab.join(vocab.encode("{<|im_end|>")) == b"{<|im_end|>"
+
+
 def test_beginning_with_is_a_search_of_the_whole_vocabulary(qwen_tokenizer):
     vocab = vocabulary(qwen_tokenizer)
     for prefix in b"}", b"4}", b"{}", "µ}".encode():

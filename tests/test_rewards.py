@@ -33,7 +33,7 @@ def test_exact_match_is_letter_for_letter():
 def test_rule_accepts_equal_values_and_nothing_without_a_box():
     R, notes = rule(rollout(TEXTS, r"\frac{1}{2}"))
     assert R.tolist() == [1, 1, 0, 0, 0]
-    assert notes["verdicts"] == {"right": 2, "wrong": 1, "no answer": 2}
+    assert notes["verdicts"] == {"right": 2, "wrong": 1}
 
 
 def test_rule_on_letters_and_on_the_toy():
