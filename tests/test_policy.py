@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 from conftest import tiny_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import data
@@ -30,6 +30,33 @@ def test_special_tokens_spell_nothing(qwen_tokenizer):
     assert len(vocab) == 151_669
     assert vocab.bytes[151_645] == b""  # <|im_end|>
     assert vocab.bytes[qwen_tokenizer.convert_tokens_to_ids("<think>")] == b"<think>"  # not special
+
+
+def byte_fallback_tokenizer(prepend):
+    """SentencePiece's family in small: characters, and bytes for what they do not cover."""
+    pieces = ["<eos>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(33, 127))]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
+    backend = Tokenizer(model)
+    replace = normalizers.Replace(" ", "▁")
+    steps = [normalizers.Prepend("▁"), replace] if prepend else [replace]
+    backend.normalizer = normalizers.Sequence(steps)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def test_byte_fallback_tokenizers_spell_too():
+    vocab = vocabulary(byte_fallback_tokenizer(prepend=False))
+    text = "so it is \\boxed{14 µm 🙂}"
+    assert vocab.join(vocab.encode(text)) == text.encode() and vocab.bytes[0] == b""
+    cut, answer = vocab.locate_answer(vocab.encode(text))
+    assert answer == "14 µm 🙂" and vocab.join(vocab.encode(text)[:cut]) == b"so it is \\boxed"
+    assert [vocab.bytes[i] for i in vocab.beginning_with(b"}")] == [b"}", b"}"]  # also as a byte
+
+
+def test_a_tokenizer_that_adds_a_space_is_refused():
+    with pytest.raises(InputError, match="does not give .* back"):
+        vocabulary(byte_fallback_tokenizer(prepend=True))
 
 
 def test_the_name_of_a_special_token_is_text(qwen_tokenizer):
