@@ -8,15 +8,15 @@ r"""Conditional Expectation Reward: the model that answers is also the judge.
 
 With N samples (s_i, a_i) of one question, and M of the solutions to average over:
 
-    W [N, M]    W_ij = pi(a_i | s_j, q)     does solution j lead to answer i?
-    P [M]       P_j  = pi(a*  | s_j, q)     does solution j lead to the reference?
+    W [N, M]    W_ij = pi(a_i | s_j, q)     how surely solution j leads to answer i
+    P [M]       P_j  = pi(a*  | s_j, q)     how surely solution j leads to the reference
     D           the row sums of W (diagonal)
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
-A wrong answer is one whose solutions do not lead to a*. A right answer in other words ("14 eggs"
-for "14") is one whose solutions do, so it is paid by how likely they make a*. The expected reward
-over the samples equals that of exact match (Theorem 2): CER pays no more, it spreads the pay over
-all the answers that deserve it.
+A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
+is paid; a wrong answer mostly comes from others, and is paid little. Averaged over the samples the
+reward equals that of exact match (Theorem 2): CER pays no more, it spreads the pay over all the
+answers that deserve it.
 
 The first half of this file is the mathematics, pure functions of tensors. The second half fills W
 and P from a model.
@@ -60,7 +60,8 @@ def choose_columns(U, answer_of_column, M):
 
     Eq. 8 leaves this open. For each answer the solutions that produced it come first, then others
     at random. If all answers shared the same M solutions, M = 1 would give them all the same reward
-    and every advantage would be 0.
+    and every advantage would be 0. (With M = N the mean reward is exactly the mean of P, as
+    Theorem 2 wants; with 1 < M < N preferring an answer's own solutions lifts it a little.)
     """
     own = torch.arange(U)[:, None] == torch.tensor(answer_of_column)  # [U, columns]
     rank = (own + torch.rand(own.shape)).argsort(dim=1, descending=True).argsort(dim=1)
@@ -84,6 +85,8 @@ def answer_logprobs(model, tokenizer, contexts, answers):
 
         log pi = logsumexp over i = 0..k of  log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i),
                  v: all tokens whose bytes begin with  bytes(t_i+1..t_k) + "}"
+
+    (Other ways to cut the same text into tokens are left out: a model hardly ever takes them.)
 
     Cost: one forward pass over the contexts, which keeps their keys and values, and one over all
     answers laid end to end behind each of them. An answer's tokens see the context and their own
@@ -159,7 +162,7 @@ def score_tree(model, ids, length, cache, tree):
     same_branch, not_later = tree.branch[:, None] == tree.branch, tree.depth[:, None] >= tree.depth
     in_branch = same_branch & not_later  # [T, T]
     visible = torch.cat([in_context[:, None].expand(-1, T, -1), in_branch.expand(n, -1, -1)], dim=2)
-    # A mask to add, since eager attention would add a bool mask as zeros and ones.
+    # A mask to add: sdpa would take a bool mask too, but eager attention would add its 0s and 1s.
     mask = torch.zeros(visible.shape, dtype=model.dtype, device=device)  # [n, T, C + T]
     mask.masked_fill_(~visible, torch.finfo(model.dtype).min)
 

@@ -30,6 +30,22 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see --help)")
 
 
+def first_line(error):
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def require(condition, message):
+    if not condition:
+        raise InputError(message)
+
+
+def require_writable(out):
+    """The directory of a run must be one that can be made or written to; nothing is made yet."""
+    existing = next(path for path in [out, *out.parents] if path.exists())
+    can_write = existing.is_dir() and os.access(existing, os.W_OK)
+    require(can_write, f"--out {out}: {existing} is not a directory that can be written to")
+
+
 def run_script(main):
     """Run a script's main(): an InputError becomes one line on stderr and exit code 2, without a
     traceback."""
@@ -37,7 +53,7 @@ def run_script(main):
     try:
         main()
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same mistake
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun every rank meets it
             print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
@@ -58,12 +74,9 @@ def hub_rows(path, split, keep=None):
 
     try:
         rows = datasets.load_dataset(path, split=split)
-    except (
-        OSError,
-        datasets.exceptions.DatasetNotFoundError,
-    ) as error:  # ConnectionError is an OSError
+    except Exception as error:  # a door: the library raises a dozen kinds
         raise InputError(
-            f"cannot load {path} from the Hugging Face hub ({error}); "
+            f"cannot load {path} from the Hugging Face hub ({first_line(error)}); "
             "a local .jsonl, .json or .parquet file works too: --dataset FILE"
         ) from error
     return filter(keep, rows)
@@ -153,26 +166,33 @@ def load_problems(name_or_path, limit=None):
 
 
 def to_problem(row, kind):
-    """One row -> Problem, or None if it has no question or no reference. References are never
-    rewritten."""
-    question = row.get("question") or row.get("problem")
-    if not isinstance(question, str) or not question.strip():
-        return None
-    options = row.get("options")
+    """One row -> Problem, or None if it has no usable question or reference. References are never
+    stripped or rewritten; numbers become text."""
+    question, options = row.get("question") or row.get("problem"), row.get("options")
     reference = (row.get("answer_letter") if options else None) or row.get("answer")
-    if reference is None and isinstance(row.get("solution"), str):
+    if reference in (None, "") and is_text(row.get("solution")):
         found = split_answer(row["solution"])
         reference = found and found[1]
-    if isinstance(reference, int | float) and not isinstance(reference, bool):
-        reference = str(
-            reference
-        )  # some hub data sets hold numbers: 27 and "27" are the same reference
-    if not isinstance(reference, str) or not reference.strip():
+    if isinstance(reference, float) and reference.is_integer():
+        reference = int(reference)  # a column of integers with a gap holds floats
+    if isinstance(reference, int | float) and reference == reference and reference is not True:
+        reference = str(reference)
+    if not is_text(question) or not is_text(reference):
         return None
     if not options:
         return Problem(question, reference, kind)
-    lines = [f"{letter}: {option}" for letter, option in zip("ABCDEFGHIJ", options)]  # at most 10
+    letters = "ABCDEFGHIJ"  # the paper shows at most 10 options
+    if not isinstance(options, list) or reference not in letters[: len(options)]:
+        return None
+    lines = [f"{letter}: {option}" for letter, option in zip(letters, options)]
     return Problem("\n".join([question, *lines]), reference, kind="letter")
+
+
+def is_text(value):
+    """Not blank, and without the half characters that JSON can spell and UTF-8 cannot."""
+    return (
+        isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
+    )
 
 
 def read_jsonl(path):
@@ -198,7 +218,7 @@ def read_parquet(path):
 
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise InputError(f"{path}: not a readable parquet file ({error})") from error
 
 
@@ -223,6 +243,8 @@ def read_file(path):
         yield from READERS[path.suffix](path)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error})") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
 
 
 # -------------------------------------------------------------------------------- prompt and answer

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import toy  # noqa: F401  adds the data sets "toy" and "toy-test"
-from data import SOURCES, InputError, Parser, load_problems, run_script
+from data import SOURCES, InputError, Parser, load_problems, require, require_writable, run_script
 from policy import encode_prompt, gather, init_ranks, load, sample
 from rewards import is_correct
 
@@ -36,7 +36,8 @@ def evaluate(model, tokenizer, problems, runs, seed=0, name="evaluation", **sett
     with tqdm(
         total=len(mine) * runs, desc=name, unit="sample", leave=False, disable=rank > 0
     ) as bar:
-        with torch.random.fork_rng():  # evaluating leaves a training run's random numbers alone
+        # Evaluating leaves a training run's random numbers alone.
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed * 1000 + rank)
             settings["progress"] = bar.update
             rollouts = sample(model, tokenizer, mine, prompts, runs, **settings)
@@ -116,8 +117,10 @@ def parse_args():
     args = parser.parse_args()
     for name in "runs", "limit", "max_new_tokens":
         flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        if value is not None and value < 1:
-            raise InputError(f"{flag} must be at least 1, got {value}")
+        require(value is None or value >= 1, f"{flag} must be at least 1, got {value}")
+    require(args.temperature >= 0, f"--temperature must be 0 or more, got {args.temperature}")
+    require(0 < args.top_p <= 1, f"--top-p must be in (0, 1], got {args.top_p}")
+    require(args.top_k >= 0, f"--top-k must be 0 (all) or more, got {args.top_k}")
     return args
 
 
@@ -127,6 +130,7 @@ def main():
     out = Path(args.out or time.strftime("runs/%Y%m%d-%H%M%S-eval"))
     if (out / "results.json").exists():
         raise InputError(f"{out} holds the results of another evaluation: choose another --out")
+    require_writable(out)
     device = init_ranks()
     datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
     model, tokenizer = load(args.model, device)

@@ -16,6 +16,7 @@ import os
 import types
 from dataclasses import dataclass
 
+import jinja2
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,8 +24,9 @@ import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
-from data import InputError, Problem, chat_messages, split_answer
+from data import InputError, Problem, chat_messages, first_line, split_answer
 
 # A base model ends its text with one token, a chat model its turn with another: stop on either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
@@ -57,7 +59,8 @@ class Vocabulary:
         return len(self.bytes)
 
     def encode(self, text):
-        """Text -> ids. A special token's name in the text is text, as it is in an answer."""
+        """Text -> ids. A special token's name in the text is text, as it is in an answer. Where the
+        tokenizer normalises (Qwen's composes accents), the normalised spelling is meant."""
         options = {"add_special_tokens": False, "split_special_tokens": True}
         return self.tokenizer.encode(text, **options)
 
@@ -97,6 +100,8 @@ def vocabulary(tokenizer):
 
 def token_bytes(tokenizer):
     """The bytes each token stands for, [len(tokenizer)]; b"" for special tokens and unused ids."""
+    if not tokenizer.is_fast:
+        raise InputError("a fast tokenizer (tokenizer.json) is needed")
     decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
     if "ByteLevel" in decoder:  # GPT-2's family: each byte is written as one printable character
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -136,13 +141,13 @@ def load(name_or_dir, device, dtype=None):
         tokenizer = AutoTokenizer.from_pretrained(name_or_dir)
         options = {"dtype": dtype, "attn_implementation": "sdpa"}
         model = AutoModelForCausalLM.from_pretrained(name_or_dir, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a door: broken files raise a dozen kinds
         if os.path.isdir(name_or_dir):
-            what = f"{name_or_dir}: not a Hugging Face model directory ({error})"
+            what = f"{name_or_dir}: not a Hugging Face model directory ({first_line(error)})"
             raise InputError(what) from error
         raise InputError(
             f"cannot load the model {name_or_dir}: no such directory, and the Hugging Face hub did "
-            f"not give it ({error}); a local directory works too: --model DIR"
+            f"not give it ({first_line(error)}); a local directory works too: --model DIR"
         ) from error
     model = model.to(device).eval()
     neutralise_generation(model, tokenizer)
@@ -152,16 +157,19 @@ def load(name_or_dir, device, dtype=None):
 
 def neutralise_generation(model, tokenizer):
     """Replace the hub's generation settings (top-k 20, penalties): generate() would merge them into
-    ours. The ids of the embedding's last rows spell no token and are never sampled."""
+    ours. The ids of the embedding's last rows spell no token and are never sampled (a trained model
+    gives them next to no probability, so scores leave them in the softmax)."""
     stops = model.generation_config.eos_token_id or []
     stops = {*([stops] if isinstance(stops, int) else stops), tokenizer.eos_token_id}
     stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
     stops = sorted(stops - {None})
+    if not stops:
+        raise InputError("neither the model nor the tokenizer names a token that ends the text")
     rows = model.get_input_embeddings().weight.shape[0]
     model.generation_config = GenerationConfig(
         eos_token_id=stops,
         pad_token_id=stops[0],  # only fills: what was sampled ends at the first stop
-        suppress_tokens=list(range(len(tokenizer), rows)) or None,
+        suppress_tokens=sorted(set(range(len(tokenizer), rows)).difference(stops)) or None,
     )
 
 
@@ -171,13 +179,17 @@ def check_model(model, tokenizer):
     model's own distribution (temperature 1, nothing filtered), the logits are lm_head of the last
     hidden state, and attention is over the whole context."""
     kind, ids = model.config.model_type, len(tokenizer)
-    if not {"full_attention"}.issuperset(getattr(model.config, "layer_types", None) or []):
-        raise InputError(f"{kind}: sliding-window attention is not supported")
+    if not (hasattr(model, "lm_head") and hasattr(model.base_model, "layers")):
+        raise InputError(f"{kind}: not laid out as Llama, Qwen and most others are; not supported")
+    if getattr(model.config, "attention_dropout", 0):
+        raise InputError(f"{kind}: attention_dropout must be 0, or training is not on-policy")
     if ids > model.get_input_embeddings().weight.shape[0]:
         raise InputError(f"the tokenizer has {ids} ids, more than the model has embeddings")
     prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
     config = sampling_config(model, max_new_tokens=2, output_logits=True, output_scores=True)
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+    if {type(layer) for layer in out.past_key_values.layers} != {DynamicLayer}:
+        raise InputError(f"{kind}: only full attention is supported (no sliding window, no linear)")
     for logits, scores in zip(out.logits, out.scores):
         assert torch.equal(logits[:, :ids], scores[:, :ids]), "generate() changes the logits"
     hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
@@ -192,7 +204,12 @@ def encode_prompt(tokenizer, problem):
     messages = chat_messages(problem)
     if tokenizer.chat_template:
         options = {"add_generation_prompt": True, "return_dict": False}
-        return tokenizer.apply_chat_template(messages, **options)
+        try:
+            return tokenizer.apply_chat_template(messages, **options)
+        except jinja2.TemplateError as error:
+            raise InputError(
+                f"the chat template refuses the prompt: {first_line(error)}"
+            ) from error
     return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
 
 
@@ -338,8 +355,10 @@ def shard(model):
     fully_shard(model, mp_policy=precision)
     model.logprobs = types.MethodType(logprobs, model)
     register_fsdp_forward_method(model, "logprobs")
-    # transformers 6 will only know the second name.
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:  # the older name
+        model.gradient_checkpointing_enable()
     return model.train()
 
 
@@ -425,8 +444,9 @@ def init_ranks():
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if dist.get_rank() > 0:
-        logging.disable(logging.WARNING)  # one rank speaks for all
+    if dist.get_rank() > 0:  # one rank speaks for all
+        for handler in logging.getLogger().handlers:
+            handler.setLevel(logging.ERROR)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 

@@ -63,7 +63,8 @@ REWARDS = {"cer": cer, "exact": exact, "rule": rule, "rule+cer": rule_and_cer}
 def verdict(problem, text, answer):
     """The data set's own verifier: math-verify, equality of the letter, or the toy's rule.
 
-    -> "right" or "wrong", and from math-verify also "unparsed" or "timeout".
+    -> "right" or "wrong", and from math-verify also "unparsed" or "timeout". As the authors do,
+    math-verify reads the last 512 characters of the text, with or without a box.
     """
     if problem.kind == "math":
         return math_verify(problem.reference, text)

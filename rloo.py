@@ -1,7 +1,7 @@
 """REINFORCE with a leave-one-out baseline (Eq. 7): two pure functions of tensors.
 
 The N samples of one question are each other's baseline. With one update per batch, on the weights
-that sampled it, the importance ratio pi_theta / pi_old is identically 1: so there are no old
+that sampled it, the importance ratio pi_theta / pi_old is 1 (up to rounding): so there are no old
 log-probabilities, no clipping, and the gradient of -A log pi is the whole of the policy gradient.
 """
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from tqdm import tqdm
 
 import toy
-from data import InputError, Parser, load_problems, run_script
+from data import InputError, Parser, load_problems, require, require_writable, run_script
 from evaluate import evaluate
 from policy import (
     Row,
@@ -64,7 +64,7 @@ def parse_args():
     add(
         "--lr-end", type=float, default=1.0, help="share of --lr at the end, linearly (1: constant)"
     )
-    add("--epochs", type=int, default=5, help="the paper has 5 for MATH and 1 for WebInstruct")
+    add("--epochs", type=int, help="(default: 5, as the paper for MATH; it has 1 for WebInstruct)")
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--microbatch-tokens", type=int, default=16384, help="in one forward and backward pass")
     add("--seed", type=int, default=0)
@@ -82,20 +82,38 @@ def parse_args():
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
 
     args = parser.parse_args()
-    if (args.dataset or args.model or "toy") == "toy":
+    if args.resume:
+        return resumed_args(parser, args.out)
+    if (args.dataset or ("math7.5k" if args.model else "toy")) == "toy":
         parser.set_defaults(dataset="toy", **toy.RECIPE)
+        if args.epochs:
+            parser.set_defaults(steps=None)
         args = parser.parse_args()
     args.dataset = args.dataset or "math7.5k"
+    args.epochs = args.epochs or 5
     args.m = args.samples if args.m is None else args.m
     check_args(args)
     return args
 
 
-def check_args(args):
-    def require(condition, message):
-        if not condition:
-            raise InputError(message)
+def resumed_args(parser, out):
+    """The flags of the run to go on with. Other flags would make it another run."""
+    require(out, "--resume needs --out, the run to go on with")
+    path = Path(out) / "config.json"
+    require(path.is_file() and last_checkpoint(Path(out)), f"--resume: no checkpoint in {out}")
+    saved = json.loads(path.read_text())["flags"]
+    parser.set_defaults(**saved)
+    args = parser.parse_args()
+    changed = [name for name, value in saved.items() if getattr(args, name) != value]
+    changes = ", ".join(
+        f"{name} was {saved[name]} and is {getattr(args, name)}" for name in changed
+    )
+    require(not changed, f"--resume goes on with the flags of the run, but {changes}")
+    args.resume = True
+    return args
 
+
+def check_args(args):
     N, counts = args.samples, "questions max_prompt_tokens max_new_tokens epochs steps"
     counts += " microbatch_tokens eval_every eval_limit eval_runs save_every"
     for name in counts.split():
@@ -108,7 +126,6 @@ def check_args(args):
     require(args.eval_temperature >= 0, f"--eval-temperature is negative: {args.eval_temperature}")
     require(0 < args.eval_top_p <= 1, f"--eval-top-p must be in (0, 1], got {args.eval_top_p}")
     require(args.eval_top_k >= 0, f"--eval-top-k must be 0 (all) or more, got {args.eval_top_k}")
-    require(not args.resume or args.out, "--resume needs --out, the run to go on with")
     needs_model = f"--dataset {args.dataset} needs --model, an id or a directory"
     require(args.model or args.dataset == "toy", needs_model)
 
@@ -144,6 +161,7 @@ def main():
 
     torch.manual_seed(args.seed * 1000 + rank)  # every rank samples differently
     first_step = load_checkpoint(out, policy, optimizer) + 1 if args.resume else 1
+    require(first_step <= last_step, f"--resume: the run in {out} is complete")
     copy_weights(policy, actor)
     run = RunFiles(out, args, first_step) if rank == 0 else None
 
@@ -242,10 +260,9 @@ def directory_of(args):
     before all have looked, since rank 0 will write."""
     default = time.strftime(f"runs/%Y%m%d-%H%M%S-{Path(args.dataset).stem}-{args.reward}")
     out = Path(args.out or gather([default])[0])
-    if args.resume and last_checkpoint(out) is None:
-        raise InputError(f"--resume: no checkpoint in {out / 'checkpoints'}")
+    require_writable(out)
     if not args.resume and out.is_dir() and any(out.iterdir()):
-        raise InputError(f"--out {out} holds another run: choose a new directory, or --resume it")
+        raise InputError(f"--out {out} holds another run: choose a new directory (or --resume)")
     dist.barrier()
     return out
 
@@ -339,14 +356,11 @@ class RunFiles:
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.args, self.start, self.shown = out, args, time.perf_counter(), {}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        config = {**vars(args), "world_size": dist.get_world_size(), "versions": versions}
+        flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out")}
+        config = {"flags": flags, "world_size": dist.get_world_size(), "versions": versions}
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in "metrics.jsonl", "samples.jsonl":  # a resumed run rewrites its later steps
-            path = out / name
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            path.write_text(
-                "".join(line for line in lines if json.loads(line)["step"] < first_step)
-            )
+            keep_steps_before(first_step, out / name)
         logger.info("run: %s", out)
 
     def log(self, line):
@@ -389,6 +403,18 @@ class RunFiles:
             print(f"  pass@1  {before:.3f} before, {after:.3f} after, on {self.args.eval_dataset}")
 
 
+def keep_steps_before(first_step, path):
+    """Cut a log back to the steps before first_step; a crash may have left half a line."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if not line.endswith("\n") or json.loads(line)["step"] >= first_step:
+            break
+        kept.append(line)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    os.replace(partial, path)
+
+
 def rounded(tensor):
     """Four significant digits are enough to draw."""
     if tensor.dim() > 1:
@@ -400,8 +426,8 @@ def rounded(tensor):
 
 
 def last_checkpoint(out):
-    found = [(int(path.name.split("-")[1]), path) for path in out.glob("checkpoints/step-*")]
-    return max(found, default=None)
+    found = [path.parent for path in out.glob("checkpoints/step-*/training.pt")]
+    return max(((int(path.name.removeprefix("step-")), path) for path in found), default=None)
 
 
 def save_checkpoint(out, step, actor, tokenizer, policy, optimizer):

@@ -5,7 +5,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import policy
 import toy
@@ -47,6 +55,7 @@ def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
     make, model = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
+        "mistral": (MistralConfig, MistralForCausalLM),
     }[family]
     shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
     shape |= dict(num_key_value_heads=2, intermediate_size=64, max_position_embeddings=512)

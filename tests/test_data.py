@@ -61,11 +61,13 @@ def test_the_columns_of_the_hub(tmp_path):
         {"problem": "d", "answer": "x", "solution": r"\boxed{y}"},
         {"question": "e", "options": ["p", "q"], "answer": "B"},
         {"question": "f", "options": ["p", "q"], "answer": "q", "answer_letter": "B"},
+        {"question": "g", "answer": 27.0},  # a column of integers with a gap
+        {"question": "h", "answer": "", "solution": r"\boxed{7}"},
     ]
     problems = load_problems(write(tmp_path / "rows.jsonl", rows))
-    references = [r"\frac12", " 14 ", "27", "27.5", "0", "x", "B", "B"]
+    references = [r"\frac12", " 14 ", "27", "27.5", "0", "x", "B", "B", "27", "7"]
     assert [problem.reference for problem in problems] == references
-    assert [problem.kind for problem in problems] == ["math"] * 6 + ["letter"] * 2
+    assert [problem.kind for problem in problems] == ["math"] * 6 + ["letter"] * 2 + ["math"] * 2
     assert problems[6].question == "e\nA: p\nB: q"
 
 
@@ -80,9 +82,11 @@ def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
     bad = [{"question": "q", "answer": a} for a in (None, "", " ", [1], True)]
     bad += [{"question": "", "answer": "1"}, {"question": 3, "answer": "1"}, {"answer": "1"}]
     bad += [{"question": "q", "solution": r"\boxed{}"}, {"question": "q", "solution": r"\boxed 2"}]
+    bad += [{"question": "q", "answer": float("nan")}, {"question": "\ud800", "answer": "1"}]
+    bad += [{"question": "q", "options": o, "answer": "B"} for o in (["x"], "xy", 4, {"A": "x"})]
     problems = load_problems(write(tmp_path / "rows.jsonl", [*bad, good]))
     assert problems == [Problem("q", "14")]
-    assert "left out 10 of 11 rows" in caplog.text
+    assert "left out 16 of 17 rows" in caplog.text
 
 
 def test_limit_counts_usable_problems(tmp_path):

@@ -225,7 +225,8 @@ def test_a_tokenizer_that_merges_the_brace_is_refused():
 @pytest.mark.parametrize(
     "config, says",
     [
-        (dict(layer_types=["full_attention", "sliding_attention"], sliding_window=8), "sliding"),
+        (dict(family="mistral", sliding_window=8), "no sliding window"),
+        (dict(attention_dropout=0.1), "attention_dropout must be 0"),
         (dict(vocab_size=50), "more than the model has embeddings"),
     ],
 )

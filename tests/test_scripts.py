@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -58,8 +59,8 @@ def test_two_steps_of_training(script, tmp_path, toy_model_dir, reward):
     names += " zero_advantage_groups tokens_per_second lr loss"
     assert set(names.split()) <= set(lines[1])
     assert set(lines[1]["seconds"]) == {"sample", "reward", "update"}
-    config = json.loads((run / "config.json").read_text())
-    assert config["reward"] == reward and config["samples"] == 4 and config["lr"] == 6e-4
+    flags = json.loads((run / "config.json").read_text())["flags"]
+    assert flags["reward"] == reward and flags["samples"] == 4 and flags["lr"] == 6e-4
     samples = read_lines(run / "samples.jsonl")
     assert len(samples) == 4 and len(samples[0]["answers"]) == len(samples[0]["R"]) == 4
     if "cer" in reward:
@@ -75,18 +76,48 @@ def test_two_steps_of_training(script, tmp_path, toy_model_dir, reward):
     assert AutoTokenizer.from_pretrained(run / "checkpoints" / "step-2").chat_template
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(script, tmp_path, toy_model_dir):
-    flags = f"--model {toy_model_dir} {FAST} --lr-end 1 --eval-every 4 --save-every 2"
-    script(train, f"{flags} --steps 4 --out whole")
-    script(train, f"{flags} --steps 2 --out parts")
-    code, _, _ = script(train, f"{flags} --steps 4 --out parts --resume")
-    assert code == 0
+@pytest.fixture
+def stopped_run(script, tmp_path, toy_model_dir):
+    """A run of 4 steps, and the same run as a crash after its third step would leave it."""
+    flags = f"--model {toy_model_dir} {FAST} --steps 4 --save-every 2"
+    assert script(train, f"{flags} --out whole")[0] == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-4")
+    for name in "metrics.jsonl", "samples.jsonl":  # the last line is half written
+        path = tmp_path / "parts" / name
+        path.write_text(path.read_text()[:-40])
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(script, tmp_path, stopped_run):
+    code, out, _ = script(train, "--out parts --resume")  # its flags are in config.json
+    assert code == 0 and "step-4" in out
     for name in "metrics.jsonl", "samples.jsonl":
         whole, parts = (read_lines(tmp_path / run / name) for run in ("whole", "parts"))
         for line in whole + parts:
-            for clock in "seconds", "tokens_per_second", "pass_at_1", "pass_at_1_stderr":
-                line.pop(clock, None)
-        assert whole[-2:] == parts[-2:] and len(whole) == len(parts)
+            line.pop("seconds", None), line.pop("tokens_per_second", None)
+        assert whole == parts
+    weights = "checkpoints/step-4/model.safetensors"
+    parts = (tmp_path / "parts" / weights).read_bytes()
+    assert parts == (tmp_path / "whole" / weights).read_bytes()
+
+
+def test_a_resume_with_other_flags_is_refused(script, stopped_run):
+    code, _, err = script(train, "--out parts --resume --reward exact --lr 1")
+    assert code == 2 and "reward was cer and is exact, lr was 0.0006 and is 1.0" in err
+
+
+def test_a_finished_run_cannot_be_resumed(script, stopped_run):
+    code, _, err = script(train, "--out whole --resume")
+    assert code == 2 and "the run in whole is complete" in err
+
+
+def test_epochs_count_on_the_toy_too(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "2"])
+    args = train.parse_args()
+    assert args.steps is None and args.epochs == 2 and args.dataset == "toy" and args.samples == 8
+    monkeypatch.setattr(sys, "argv", ["train.py", "--model", "toy"])
+    args = train.parse_args()
+    assert args.dataset == "math7.5k" and args.epochs == 5 and args.steps is None and args.m == 16
 
 
 def test_an_epoch_shows_every_problem_once():
@@ -135,7 +166,10 @@ BAD_INPUT = {
     "--dataset good.jsonl --model weightless": r"weightless: not a Hugging Face model directory",
     "--dataset good.jsonl --model Qwen/Qwen9": r"cannot load the model Qwen/Qwen9.*a local dir",
     "--dataset good.jsonl --out used": r"--out used holds another run",
-    "--dataset good.jsonl --out new --resume": r"no checkpoint in new/checkpoints",
+    "--dataset good.jsonl --out new --resume": r"no checkpoint in new",
+    "--dataset good.jsonl --out good.jsonl/x": r"--out good.jsonl/x: good.jsonl is not a directory",
+    "--dataset good.jsonl --model truncated": r"truncated: not a Hugging Face model directory",
+    "--dataset good.jsonl --eval-top-p 2": r"--eval-top-p must be in",
     "--dataset good.jsonl --resume": r"--resume needs --out",
     "--dataset good.jsonl --no-such-flag": r"unrecognized arguments: --no-such-flag",
 }
@@ -162,6 +196,9 @@ def bad_files(tmp_path, toy_model_dir):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
+    shutil.copytree(toy_model_dir, tmp_path / "truncated")
+    weights = tmp_path / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
 
 
 @pytest.mark.parametrize("arguments", BAD_INPUT)
@@ -178,6 +215,23 @@ def test_bad_input_gets_one_clear_line(script, bad_files, tmp_path, toy_model_di
 def test_a_data_set_that_is_not_the_toy_needs_a_model(script, bad_files):
     code, _, err = script(train, "--dataset good.jsonl")
     assert code == 2 and "--dataset good.jsonl needs --model" in err
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--top-k -1", "--top-k must be 0"),
+        ("--top-p 2", "--top-p must be in"),
+        ("--temperature -1", "--temperature must be 0 or more"),
+        ("--runs 0", "--runs must be at least 1"),
+        ("--out file/x", "file is not a directory"),
+        ("--dataset nowhere", "unknown data set 'nowhere'"),
+    ],
+)
+def test_bad_input_to_evaluation(script, tmp_path, toy_model_dir, flags, says):
+    (tmp_path / "file").touch()
+    code, _, err = script(evaluate, f"--model {toy_model_dir} --dataset toy-test {flags}")
+    assert code == 2 and says in err and len(err.splitlines()) == 1
 
 
 def test_evaluation_refuses_to_overwrite(script, tmp_path, toy_model_dir):
