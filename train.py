@@ -61,9 +61,7 @@ def parse_args():
     add("--max-new-tokens", type=int, default=4096, help="samples cut off here earn 0")
     # optimisation
     add("--lr", type=float, default=1e-6)
-    add(
-        "--lr-end", type=float, default=1.0, help="share of --lr at the end, linearly (1: constant)"
-    )
+    add("--lr-end", type=float, default=1.0, help="share of --lr left at the end (1: constant)")
     add("--epochs", type=int, help="(default: 5, as the paper for MATH; it has 1 for WebInstruct)")
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--microbatch-tokens", type=int, default=16384, help="in one forward and backward pass")
@@ -86,11 +84,11 @@ def parse_args():
         return resumed_args(parser, args.out)
     if (args.dataset or ("math7.5k" if args.model else "toy")) == "toy":
         parser.set_defaults(dataset="toy", **toy.RECIPE)
-        if args.epochs:
+        if args.epochs is not None:
             parser.set_defaults(steps=None)
         args = parser.parse_args()
     args.dataset = args.dataset or "math7.5k"
-    args.epochs = args.epochs or 5
+    args.epochs = 5 if args.epochs is None else args.epochs
     args.m = args.samples if args.m is None else args.m
     check_args(args)
     return args
@@ -104,12 +102,9 @@ def resumed_args(parser, out):
     saved = json.loads(path.read_text())["flags"]
     parser.set_defaults(**saved)
     args = parser.parse_args()
-    changed = [name for name, value in saved.items() if getattr(args, name) != value]
-    changes = ", ".join(
-        f"{name} was {saved[name]} and is {getattr(args, name)}" for name in changed
-    )
-    require(not changed, f"--resume goes on with the flags of the run, but {changes}")
-    args.resume = True
+    changed = [(name, was, getattr(args, name)) for name, was in saved.items()]
+    changed = [f"{name} was {was} and is {now}" for name, was, now in changed if was != now]
+    require(not changed, f"--resume goes on with the flags of the run, but {', '.join(changed)}")
     return args
 
 
@@ -149,7 +144,7 @@ def main():
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
     if args.model is None:
         args.model = str(out / "warm-start")
-        if rank == 0 and not args.resume:
+        if rank == 0:
             toy.warm_start(args.model, args.seed)
         dist.barrier()
     actor, tokenizer = load(args.model, device)
@@ -252,7 +247,7 @@ def evaluation(actor, tokenizer, problems, args):
     return {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
 
 
-# ----------------------------------------------------------------------------------------- set-up
+# ------------------------------------------------------------------------------------------ set-up
 
 
 def directory_of(args):
@@ -275,9 +270,8 @@ def with_prompts(problems, tokenizer, args):
     if not train_set:
         raise InputError(f"--max-prompt-tokens {limit}: all of {args.dataset} is longer")
     if len(train_set) < total:
-        logger.info(
-            "left out %d of %d prompts over %d tokens", total - len(train_set), total, limit
-        )
+        left_out = total - len(train_set)
+        logger.info("left out %d of %d prompts over %d tokens", left_out, total, limit)
     return train_set
 
 
@@ -299,7 +293,8 @@ def epoch_order(size, seed, epoch):
 
 def describe(rollout, R, A, notes):
     """One question's group in numbers, for the log."""
-    N = len(R)
+    N, verdicts = len(R), notes.get("verdicts", {})
+    all_earn_the_same = float(A.abs().max() < 1e-6)  # nothing to learn here
     return {
         "reward": R.mean().item(),
         "exact_match": sum(a == rollout.problem.reference for a in rollout.answers) / N,
@@ -307,12 +302,8 @@ def describe(rollout, R, A, notes):
         "truncated": sum(rollout.truncated) / N,
         "unique_answers": len({rollout.answers[i] for i in rollout.answered}),
         "solution_tokens": sum(rollout.cuts) / N,
-        "zero_advantage_groups": float(
-            A.abs().max() < 1e-6
-        ),  # all earn the same: nothing to learn here
-        **{
-            f"verifier_{verdict}": count / N for verdict, count in notes.get("verdicts", {}).items()
-        },
+        "zero_advantage_groups": all_earn_the_same,
+        **{f"verifier_{verdict}": count / N for verdict, count in verdicts.items()},
         "tokens": sum(len(ids) for ids in rollout.completions),
     }
 

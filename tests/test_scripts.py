@@ -160,6 +160,7 @@ BAD_INPUT = {
     "--dataset good.jsonl --m 0": r"--m must be from 1 to --samples \(16\), got 0",
     "--dataset good.jsonl --samples 4 --m 5": r"--m must be from 1 to --samples \(4\), got 5",
     "--dataset good.jsonl --steps 0": r"--steps must be at least 1",
+    "--dataset good.jsonl --epochs 0": r"--epochs must be at least 1, got 0",
     "--dataset good.jsonl --lr x": r"argument --lr: invalid float value: 'x'",
     "--dataset good.jsonl --max-prompt-tokens 1": r"--max-prompt-tokens 1: all of good.jsonl",
     "--dataset good.jsonl --model empty_dir": r"empty_dir: not a Hugging Face model directory",
