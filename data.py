@@ -39,6 +39,18 @@ def require(condition, message):
         raise InputError(message)
 
 
+def require_ranges(args, counts, prefix=""):
+    """The range checks of both scripts: counts (names of flags) and the sampling settings."""
+    for name in counts:
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        require(value is None or value >= 1, f"{flag} must be at least 1, got {value}")
+    flag, settings = f"--{prefix.replace('_', '-')}", vars(args)
+    temperature, top_p, top_k = (settings[prefix + s] for s in ("temperature", "top_p", "top_k"))
+    require(temperature >= 0, f"{flag}temperature must be 0 or more, got {temperature}")
+    require(0 < top_p <= 1, f"{flag}top-p must be in (0, 1], got {top_p}")
+    require(top_k >= 0, f"{flag}top-k must be 0 (all) or more, got {top_k}")
+
+
 def require_writable(out):
     """The directory of a run must be one that can be made or written to; nothing is made yet."""
     existing = next(path for path in [out, *out.parents] if path.exists())
@@ -175,16 +187,19 @@ def to_problem(row, kind):
         reference = found and found[1]
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)  # a column of integers with a gap holds floats
-    if isinstance(reference, int | float) and reference == reference and reference is not True:
+    is_number = isinstance(reference, int | float) and not isinstance(reference, bool)
+    if is_number and reference == reference:  # not nan
         reference = str(reference)
     if not is_text(question) or not is_text(reference):
         return None
     if not options:
         return Problem(question, reference, kind)
-    letters = "ABCDEFGHIJ"  # the paper shows at most 10 options
-    if not isinstance(options, list) or reference not in letters[: len(options)]:
+    if not isinstance(options, list):
         return None
-    lines = [f"{letter}: {option}" for letter, option in zip(letters, options)]
+    by_letter = dict(zip("ABCDEFGHIJ", options))  # the paper shows at most 10 options
+    if reference not in by_letter:
+        return None
+    lines = [f"{letter}: {option}" for letter, option in by_letter.items()]
     return Problem("\n".join([question, *lines]), reference, kind="letter")
 
 

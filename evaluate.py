@@ -16,7 +16,15 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import toy  # noqa: F401  adds the data sets "toy" and "toy-test"
-from data import SOURCES, InputError, Parser, load_problems, require, require_writable, run_script
+from data import (
+    SOURCES,
+    InputError,
+    Parser,
+    load_problems,
+    require_ranges,
+    require_writable,
+    run_script,
+)
 from policy import encode_prompt, gather, init_ranks, load, sample
 from rewards import is_correct
 
@@ -115,12 +123,7 @@ def parse_args():
         "--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)"
     )
     args = parser.parse_args()
-    for name in "runs", "limit", "max_new_tokens":
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        require(value is None or value >= 1, f"{flag} must be at least 1, got {value}")
-    require(args.temperature >= 0, f"--temperature must be 0 or more, got {args.temperature}")
-    require(0 < args.top_p <= 1, f"--top-p must be in (0, 1], got {args.top_p}")
-    require(args.top_k >= 0, f"--top-k must be 0 (all) or more, got {args.top_k}")
+    require_ranges(args, ["runs", "limit", "max_new_tokens"])
     return args
 
 

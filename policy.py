@@ -131,16 +131,25 @@ def token_bytes(tokenizer):
 # ------------------------------------------------------------------------------------------ loading
 
 
-def load(name_or_dir, device, dtype=None):
-    """A Hugging Face causal language model and its tokenizer -> (model in eval mode, tokenizer).
+def load(name_or_dir, device):
+    """The actor, in bf16 on a GPU and fp32 on a CPU, and its tokenizer -> (model, tokenizer)."""
+    tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
+    on_gpu = torch.device(device).type == "cuda"
+    model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
+    neutralise_generation(model, tokenizer)
+    check_model(model, tokenizer)
+    return model, tokenizer
 
-    dtype: by default the actor's, bf16 on a GPU and fp32 on a CPU.
-    """
-    dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
+
+def load_model(name_or_dir, device, dtype):
+    """A Hugging Face causal language model, in eval mode."""
+    options = {"dtype": dtype, "attn_implementation": "sdpa"}
+    return from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
+
+
+def from_pretrained(auto_class, name_or_dir, **options):
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_dir)
-        options = {"dtype": dtype, "attn_implementation": "sdpa"}
-        model = AutoModelForCausalLM.from_pretrained(name_or_dir, **options)
+        return auto_class.from_pretrained(name_or_dir, **options)
     except Exception as error:  # a door: broken files raise a dozen kinds
         if os.path.isdir(name_or_dir):
             what = f"{name_or_dir}: not a Hugging Face model directory ({first_line(error)})"
@@ -149,10 +158,6 @@ def load(name_or_dir, device, dtype=None):
             f"cannot load the model {name_or_dir}: no such directory, and the Hugging Face hub did "
             f"not give it ({first_line(error)}); a local directory works too: --model DIR"
         ) from error
-    model = model.to(device).eval()
-    neutralise_generation(model, tokenizer)
-    check_model(model, tokenizer)
-    return model, tokenizer
 
 
 def neutralise_generation(model, tokenizer):

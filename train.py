@@ -24,7 +24,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from tqdm import tqdm
 
 import toy
-from data import InputError, Parser, load_problems, require, require_writable, run_script
+from data import (
+    InputError,
+    Parser,
+    load_problems,
+    require,
+    require_ranges,
+    require_writable,
+    run_script,
+)
 from evaluate import evaluate
 from policy import (
     Row,
@@ -33,6 +41,7 @@ from policy import (
     gather,
     init_ranks,
     load,
+    load_model,
     microbatches,
     sample,
     shard,
@@ -111,16 +120,11 @@ def resumed_args(parser, out):
 def check_args(args):
     N, counts = args.samples, "questions max_prompt_tokens max_new_tokens epochs steps"
     counts += " microbatch_tokens eval_every eval_limit eval_runs save_every"
-    for name in counts.split():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        require(value is None or value >= 1, f"{flag} must be at least 1, got {value}")
+    require_ranges(args, counts.split(), prefix="eval_")
     require(N >= 2, f"--samples must be at least 2 (RLOO's baseline is the others), got {N}")
     require(1 <= args.m <= N, f"--m must be from 1 to --samples ({N}), got {args.m}")
     require(args.lr > 0, f"--lr must be positive, got {args.lr}")
     require(0 <= args.lr_end <= 1, f"--lr-end must be from 0 to 1, got {args.lr_end}")
-    require(args.eval_temperature >= 0, f"--eval-temperature is negative: {args.eval_temperature}")
-    require(0 < args.eval_top_p <= 1, f"--eval-top-p must be in (0, 1], got {args.eval_top_p}")
-    require(args.eval_top_k >= 0, f"--eval-top-k must be 0 (all) or more, got {args.eval_top_k}")
     needs_model = f"--dataset {args.dataset} needs --model, an id or a directory"
     require(args.model or args.dataset == "toy", needs_model)
 
@@ -148,7 +152,7 @@ def main():
             toy.warm_start(args.model, args.seed)
         dist.barrier()
     actor, tokenizer = load(args.model, device)
-    policy = shard(load(args.model, device, torch.float32)[0])
+    policy = shard(load_model(args.model, device, torch.float32))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
     judge = Judge(actor, tokenizer, args.m)
     train_set = with_prompts(problems, tokenizer, args)
@@ -331,10 +335,10 @@ def report(run, bar, line):
     bar.update(line["step"] > 0)
 
 
-def inner_bar(name, rollouts=None, total=None):
+def inner_bar(name, iterable=None, total=None):
     """A bar for one part of a step, shown only if that part takes longer than ten seconds."""
     options = {"leave": False, "delay": 10, "disable": dist.get_rank() > 0}
-    return tqdm(rollouts, desc=name, total=total, **options)
+    return tqdm(iterable, desc=name, total=total, **options)
 
 
 class RunFiles:

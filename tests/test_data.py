@@ -79,14 +79,16 @@ def test_at_most_ten_options(tmp_path):
 
 def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
     good = {"question": "q", "answer": "14"}
-    bad = [{"question": "q", "answer": a} for a in (None, "", " ", [1], True)]
+    bad = [{"question": "q", "answer": a} for a in (None, "", " ", [1], True, False)]
     bad += [{"question": "", "answer": "1"}, {"question": 3, "answer": "1"}, {"answer": "1"}]
     bad += [{"question": "q", "solution": r"\boxed{}"}, {"question": "q", "solution": r"\boxed 2"}]
     bad += [{"question": "q", "answer": float("nan")}, {"question": "\ud800", "answer": "1"}]
     bad += [{"question": "q", "options": o, "answer": "B"} for o in (["x"], "xy", 4, {"A": "x"})]
     problems = load_problems(write(tmp_path / "rows.jsonl", [*bad, good]))
     assert problems == [Problem("q", "14")]
-    assert "left out 16 of 17 rows" in caplog.text
+    bad_letters = [{"question": "q", "options": ["x", "y"], "answer": a} for a in ("AB", "C")]
+    assert load_problems(write(tmp_path / "rows.jsonl", [*bad_letters, good])) == problems
+    assert "left out 17 of 18 rows" in caplog.text and "left out 2 of 3 rows" in caplog.text
 
 
 def test_limit_counts_usable_problems(tmp_path):
