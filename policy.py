@@ -131,13 +131,15 @@ def token_bytes(tokenizer):
 # ------------------------------------------------------------------------------------------ loading
 
 
-def load(name_or_dir, device):
-    """The actor, in bf16 on a GPU and fp32 on a CPU, and its tokenizer -> (model, tokenizer)."""
+def load(name_or_dir, device, scores=True):
+    """The actor, in bf16 on a GPU and fp32 on a CPU, and its tokenizer -> (model, tokenizer).
+    scores=False: a model that only has to generate, as a verifier does, may be of any layout."""
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
     on_gpu = torch.device(device).type == "cuda"
     model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
     neutralise_generation(model, tokenizer)
-    check_model(model, tokenizer)
+    if scores:
+        check_model(model, tokenizer)
     return model, tokenizer
 
 
@@ -269,11 +271,10 @@ def sample(model, tokenizer, problems, prompts, n, max_new_tokens, **settings):
 
 def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
     """The defaults are the model's own distribution. temperature 0 is greedy; top_k 0 is all."""
+    greedy = {"do_sample": False}
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     return GenerationConfig(
-        do_sample=temperature > 0,
-        temperature=temperature or 1.0,
-        top_p=top_p,
-        top_k=top_k,
+        **(drawn if temperature > 0 else greedy),
         eos_token_id=model.generation_config.eos_token_id,
         pad_token_id=model.generation_config.pad_token_id,
         suppress_tokens=model.generation_config.suppress_tokens,
@@ -353,8 +354,8 @@ def tokens_that_fit(model):
 def shard(model):
     """The policy: FSDP2 over all ranks (also over one), fp32 shards and gradient sums, bf16 compute
     on GPUs, activations recomputed in the backward pass. Adds .logprobs(ids)."""
-    compute = torch.bfloat16 if model.device.type == "cuda" else torch.float32
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = mixed if model.device.type == "cuda" else MixedPrecisionPolicy()
     for layer in model.base_model.layers:
         fully_shard(layer, mp_policy=precision)
     fully_shard(model, mp_policy=precision)
@@ -386,7 +387,9 @@ def token_logprobs(hidden, lm_head, targets, chunk=1024):
     """
 
     def piece(h, y):
-        return -F.cross_entropy(lm_head(h).float(), y, reduction="none")
+        logits = lm_head(h)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # fp64 stays fp64
+        return -F.cross_entropy(logits, y, reduction="none")
 
     pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))
     logp = torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces])

@@ -1,9 +1,12 @@
-"""REINFORCE with a leave-one-out baseline (Eq. 7): two pure functions of tensors.
+"""REINFORCE with a leave-one-out baseline (Eq. 7): from rewards to a weight on every token, and to
+the loss.
 
 The N samples of one question are each other's baseline. With one update per batch, on the weights
 that sampled it, the importance ratio pi_theta / pi_old is 1 (up to rounding): so there are no old
 log-probabilities, no clipping, and the gradient of -A log pi is the whole of the policy gradient.
 """
+
+from policy import Row
 
 
 def leave_one_out(R):
@@ -16,6 +19,28 @@ def leave_one_out(R):
     if N < 2:
         raise ValueError(f"leave-one-out needs at least 2 samples of a question, got {N}")
     return R - (R.sum(-1, keepdim=True) - R) / (N - 1)
+
+
+def rloo_rows(rollout, A):
+    """The training rows of one question: every sampled token of sample i weighs A_i, what follows
+    the box included; the prompt's tokens weigh nothing."""
+    prompt = rollout.prompt
+    for ids, A_i in zip(rollout.completions, A.tolist()):
+        yield Row(prompt + ids, [0.0] * len(prompt) + [A_i] * len(ids))
+
+
+def verifree_rows(rollout, A, R, reference):
+    """VeriFree's rows: after the solution come the reference's tokens, ids of "{a*}", instead of
+    the answer that was sampled. The solution's tokens weigh A_i, the reference's R_i = pi(a*|s_i):
+
+        grad E[ pi(a*|s) ] = E[ pi(a*|s) grad log pi(s) + pi(a*|s) grad log pi(a*|s) ]
+    """
+    prompt = rollout.prompt
+    samples = zip(rollout.completions, rollout.cuts, rollout.answers, A.tolist(), R.tolist())
+    for ids, cut, answer, A_i, R_i in samples:
+        taught = [] if answer is None else reference
+        weights = [0.0] * len(prompt) + [A_i] * cut + [R_i] * len(taught)
+        yield Row(prompt + ids[:cut] + taught, weights)
 
 
 def policy_gradient_loss(logprobs, weights):

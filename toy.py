@@ -122,7 +122,7 @@ data.SOURCES["toy-test"] = data.Source(lambda: rows("test"), runs=4, kind="toy")
 
 
 def demonstration(rng, train):
-    """-> (question, completion). The arithmetic is right; the method is right 37% of the time."""
+    """-> (prompt, completion). The arithmetic is right; the method is right 37% of the time."""
     story = rng.choice(train)
     wrong = [m for m in range(3) if m != story.method]
     first, x, second, value = story.work(story.method if rng.random() < 0.37 else rng.choice(wrong))
@@ -132,7 +132,7 @@ def demonstration(rng, train):
     working = f"{first}={x}{unit}; {second}" + (f"={value}{unit}" if rng.random() < 0.5 else "")
     weights = [0.6 if ("unit" in form) == bool(unit) else 0.4 for form in FORMS]
     answer = story.form(rng.choices(FORMS, weights)[0], value)
-    return story.question(), f"{working}\n\\boxed{{{answer}}}"
+    return story.question() + "\n", f"{working}\n\\boxed{{{answer}}}"
 
 
 def value_of(answer):
@@ -169,7 +169,7 @@ def build_tokenizer():
         show_progress=False,
     )
     rng, (_, train) = random.Random(0), stories()
-    texts = ["\n".join(demonstration(rng, train)) for _ in range(4000)]
+    texts = ["".join(demonstration(rng, train)) for _ in range(4000)]
     tokenizer.train_from_iterator(texts + list(NUMBERS), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -199,13 +199,20 @@ def build_model(tokenizer):
     )
 
 
-def warm_start(directory, seed, steps=900, batch=64, lr=8e-3, warmup=30):
-    """Supervised training on demonstrations, saved as a Hugging Face directory (model and
-    tokenizer)."""
+def warm_start(directory, seed, steps=900):
+    """The toy's model and tokenizer, saved as a Hugging Face directory."""
     torch.manual_seed(seed)
     rng, (_, train) = random.Random(seed), stories()
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
+    supervise(model, tokenizer, lambda: demonstration(rng, train), steps)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def supervise(model, tokenizer, demonstrate, steps, batch=64, lr=8e-3, warmup=30):
+    """Supervised training: demonstrate() -> (prompt, completion), of which the completion is
+    learned."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
 
     def schedule(i):
@@ -214,15 +221,15 @@ def warm_start(directory, seed, steps=900, batch=64, lr=8e-3, warmup=30):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     bar = tqdm(range(steps), desc="warm start", unit="step")
     for step in bar:
-        demos = [demonstration(rng, train) for _ in range(batch)]
-        prompts = tokenizer([question + "\n" for question, _ in demos])["input_ids"]
+        demos = [demonstrate() for _ in range(batch)]
+        prompts = tokenizer([prompt for prompt, _ in demos])["input_ids"]
         targets = [
             ids + [tokenizer.eos_token_id]
             for ids in tokenizer([text for _, text in demos])["input_ids"]
         ]
         width = max(len(p) + len(t) for p, t in zip(prompts, targets))
         ids = torch.full((batch, width), tokenizer.pad_token_id)
-        labels = torch.full((batch, width), -100)  # only the completion is learned
+        labels = torch.full((batch, width), -100)  # the prompt is not learned
         for row, (p, t) in enumerate(zip(prompts, targets)):
             ids[row, : len(p) + len(t)] = torch.tensor(p + t)
             labels[row, len(p) : len(p) + len(t)] = torch.tensor(t)
@@ -235,5 +242,3 @@ def warm_start(directory, seed, steps=900, batch=64, lr=8e-3, warmup=30):
         scheduler.step()
         if step % 20 == 19:
             bar.set_postfix(loss=f"{loss.item():.3f}")
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

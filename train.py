@@ -35,7 +35,6 @@ from data import (
 )
 from evaluate import evaluate
 from policy import (
-    Row,
     copy_weights,
     encode_prompt,
     gather,
@@ -46,8 +45,8 @@ from policy import (
     sample,
     shard,
 )
-from rewards import REWARDS, Judge
-from rloo import leave_one_out, policy_gradient_loss
+from rewards import REWARDS, Judge, reference_ids
+from rloo import leave_one_out, policy_gradient_loss, rloo_rows, verifree_rows
 
 logger = logging.getLogger("train")
 
@@ -62,6 +61,7 @@ def parse_args():
     add("--model", help="Hugging Face id or directory (default: the toy's, warm-started here)")
     add("--dataset", help="data set by name or file (default: toy; with --model math7.5k)")
     add("--reward", default="cer", choices=REWARDS)
+    add("--verifier-model", default="TIGER-Lab/general-verifier", help="id or directory")
     # the batch
     add("--questions", type=int, default=32, help="B, questions a step, over all ranks")
     add("--samples", type=int, default=16, help="N, samples of each question")
@@ -154,7 +154,9 @@ def main():
     actor, tokenizer = load(args.model, device)
     policy = shard(load_model(args.model, device, torch.float32))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
-    judge = Judge(actor, tokenizer, args.m)
+    needs_verifier = args.reward == "general-verifier"
+    verifier = load(args.verifier_model, device, scores=False) if needs_verifier else None
+    judge = Judge(actor, tokenizer, args.m, verifier)
     train_set = with_prompts(problems, tokenizer, args)
     last_step = args.steps or max(1, args.epochs * len(train_set) // args.questions)
 
@@ -179,15 +181,16 @@ def main():
         clock.append(time.perf_counter())
 
         # 2. Reward: R [N] for each question. The policy itself is the judge; no gradient here.
-        judged = [REWARDS[args.reward](r, judge) for r in inner_bar("reward", rollouts)]
-        rewards, notes = zip(*judged)
+        judged = REWARDS[args.reward](rollouts, judge)
+        rewards, notes = zip(*inner_bar("reward", judged, total=len(rollouts)))
         clock.append(time.perf_counter())
 
         # 3. Leave-one-out: A [N] for each question.
         advantages = [leave_one_out(R) for R in rewards]
 
         # 4. Update: one optimizer step on the samples of all ranks.
-        rows = gather([r for group in zip(rollouts, advantages) for r in training_rows(*group)])
+        groups = zip(rollouts, rewards, advantages)
+        rows = gather([row for group in groups for row in training_rows(*group, args, tokenizer)])
         progress = (step - 1) / max(1, last_step - 1)
         lr = args.lr * (1 - (1 - args.lr_end) * progress)
         loss, grad_norm = update(policy, optimizer, rows, lr, args.microbatch_tokens)
@@ -211,12 +214,11 @@ def main():
     dist.destroy_process_group()
 
 
-def training_rows(rollout, A):
-    """RLOO's rows for one question: every sampled token of sample i has weight A_i (Eq. 7), what
-    follows the box included; the prompt's tokens have none."""
-    no_weight = [0.0] * len(rollout.prompt)
-    for ids, A_i in zip(rollout.completions, A.tolist()):
-        yield Row(rollout.prompt + ids, no_weight + [A_i] * len(ids))
+def training_rows(rollout, R, A, args, tokenizer):
+    """What the update learns from one question: token ids with a weight on each."""
+    if args.reward == "verifree":
+        return verifree_rows(rollout, A, R, reference_ids(rollout, tokenizer))
+    return rloo_rows(rollout, A)
 
 
 def update(policy, optimizer, rows, lr, microbatch_tokens):
@@ -224,12 +226,14 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
 
     The loss is a sum over tokens and a mean over samples.
     """
-    device, world = policy.lm_head.weight.device, dist.get_world_size()
+    device, world, samples = policy.lm_head.weight.device, dist.get_world_size(), len(rows)
+    # A sample that earned what the others did teaches nothing. (Adam's step needs some gradient.)
+    rows = [row for row in rows if any(row.weights)] or rows[:1]
     loss = torch.zeros((), device=device)
     inner = inner_bar("update", total=len(rows))
     for ids, weights in microbatches(rows, microbatch_tokens):
         logprobs = policy.logprobs(ids.to(device))
-        part = policy_gradient_loss(logprobs, weights.to(device)) / len(rows)
+        part = policy_gradient_loss(logprobs, weights.to(device)) / samples
         (part * world).backward()  # FSDP averages gradients over the ranks, and this is a sum
         loss += part.detach()
         inner.update(len(ids) * world)

@@ -6,7 +6,7 @@ import torch
 import data
 import rewards
 from policy import Rollout
-from rewards import REWARDS, Judge, exact, rule, verdict
+from rewards import REWARDS, Judge, verdict
 
 
 def rollout(texts, reference, kind="math"):
@@ -22,25 +22,30 @@ def rollout(texts, reference, kind="math"):
     )
 
 
+def reward(name, rollout, judge=None):
+    return next(REWARDS[name]([rollout], judge or Judge()))
+
+
 TEXTS = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{2}", r"\boxed{1/2", "0.5"]
 
 
 def test_exact_match_is_letter_for_letter():
-    assert exact(rollout(TEXTS, r"\frac{1}{2}"))[0].tolist() == [1, 0, 0, 0, 0]
-    assert exact(rollout([r"\boxed{ 14 }", r"\boxed{14}"], "14"))[0].tolist() == [0, 1]
+    assert reward("exact", rollout(TEXTS, r"\frac{1}{2}"))[0].tolist() == [1, 0, 0, 0, 0]
+    spaced = rollout([r"\boxed{ 14 }", r"\boxed{14}"], "14")
+    assert reward("exact", spaced)[0].tolist() == [0, 1]
 
 
 def test_rule_accepts_equal_values_and_nothing_without_a_box():
-    R, notes = rule(rollout(TEXTS, r"\frac{1}{2}"))
+    R, notes = reward("rule", rollout(TEXTS, r"\frac{1}{2}"))
     assert R.tolist() == [1, 1, 0, 0, 0]
     assert notes["verdicts"] == {"right": 2, "wrong": 1}
 
 
 def test_rule_on_letters_and_on_the_toy():
     letters = rollout([r"\boxed{B}", r"\boxed{A}", r"\boxed{B.}"], "B", "letter")
-    assert rule(letters)[0].tolist() == [1, 0, 0]
+    assert reward("rule", letters)[0].tolist() == [1, 0, 0]
     toy = rollout([r"\boxed{14 eggs}", r"\boxed{fourteen}"], "it is 14", "toy")
-    assert rule(toy)[0].tolist() == [1, 0]
+    assert reward("rule", toy)[0].tolist() == [1, 0]
     for text, answer in zip(toy.texts, toy.answers):  # the ground truth is wider than the rule
         assert rewards.is_correct(toy.problem, text, answer)
 
@@ -48,7 +53,7 @@ def test_rule_on_letters_and_on_the_toy():
 def test_rule_and_cer_is_their_average(monkeypatch):
     R_cer = torch.tensor([0.5, 0.2, 0.0, 0.0, 0.0])
     monkeypatch.setattr(rewards, "cer_reward", lambda *_: (R_cer, "group"))
-    R, notes = REWARDS["rule+cer"](rollout(TEXTS, r"\frac{1}{2}"), Judge(None, None, 5))
+    R, notes = reward("rule+cer", rollout(TEXTS, r"\frac{1}{2}"))
     assert torch.allclose(R, torch.tensor([0.75, 0.6, 0.0, 0.0, 0.0]))
     assert notes["group"] == "group" and notes["verdicts"]["right"] == 2
 
