@@ -235,7 +235,7 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
         logprobs = policy.logprobs(ids.to(device))
         part = policy_gradient_loss(logprobs, weights.to(device)) / samples
         (part * world).backward()  # FSDP averages gradients over the ranks, and this is a sum
-        loss += part.detach()
+        loss = loss + part.detach()
         inner.update(len(ids) * world)
     inner.close()
     dist.all_reduce(loss)

@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import naive_logprobs, rollout_of, tiny_model
 
 import cer
 import data
 import policy
 from cer import answer_logprobs, cer_reward, choose_columns, exact_cer
-from policy import Rollout, vocabulary
+from policy import vocabulary
 
 torch.set_printoptions(precision=8)
 
@@ -127,26 +127,6 @@ def test_own_solutions_are_the_first_columns():
 # -------------------------------------------------------------------------- the scorer and its spec
 
 
-@torch.no_grad()
-def naive_logprobs(model, tokenizer, contexts, answer):
-    """The definition: for every context a full forward pass for every prefix of the answer, and the
-    whole vocabulary searched for the tokens that finish it."""
-    table = vocabulary(tokenizer).bytes
-    path = tokenizer.encode("{" + answer, add_special_tokens=False)
-    missing = [b"".join(table[t] for t in path[i:]) + b"}" for i in range(len(path) + 1)]
-    closers = [[v for v, piece in enumerate(table) if piece.startswith(m)] for m in missing]
-    result = []
-    for context in contexts:
-        ways, so_far = [], 0.0
-        for i in range(len(path) + 1):
-            logits = model(input_ids=torch.tensor([context + path[:i]])).logits
-            logp = logits[0, -1].float().log_softmax(-1)
-            ways.append(so_far + logp[closers[i]].exp().sum().log())
-            so_far = so_far + logp[path[i]] if i < len(path) else so_far
-        result.append(torch.stack(ways).logsumexp(0))
-    return torch.stack(result)
-
-
 ANSWERS = [
     "14",
     "1",
@@ -226,22 +206,6 @@ def test_answers_in_all_their_continuations_share_the_probability(tokenizer):
 
 
 # ------------------------------------------------------------------------------------- one question
-
-
-def rollout_of(tokenizer, texts, reference):
-    """A rollout with hand-written completions."""
-    vocab, stop = vocabulary(tokenizer), tokenizer.eos_token_id
-    completions = [tokenizer.encode(text) + [stop] for text in texts]
-    found = [vocab.locate_answer(ids) for ids in completions]
-    return Rollout(
-        problem=data.Problem("How many eggs?", reference, "toy"),
-        prompt=tokenizer.encode("How many eggs?\n"),
-        completions=completions,
-        texts=texts,
-        cuts=[f[0] if f else len(ids) for f, ids in zip(found, completions)],
-        answers=[f[1] if f else None for f in found],
-        truncated=[False] * len(texts),
-    )
 
 
 def test_cer_reward_is_the_definition_over_all_pairs(tokenizer):

@@ -1,6 +1,15 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
+from conftest import rollout_of, tiny_model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+import policy
+import toy
+import train
+from policy import vocabulary
 from rloo import leave_one_out, policy_gradient_loss
 
 
@@ -57,3 +66,78 @@ def test_no_gradient_reaches_the_weights():
     logp, weights = torch.randn(3, requires_grad=True), torch.rand(3, requires_grad=True)
     policy_gradient_loss(logp, weights).backward()
     assert weights.grad is None and torch.equal(logp.grad, -weights.detach())
+
+
+# --------------------------------------------------------------- the gradient that the update takes
+
+TEXTS = ["3*4=12 \\boxed{12} eggs", "3+4 so \\boxed{7}.", "no box", "\\boxed{seven}"]
+
+
+def rloo_formula(logp_of, rollout, R, A):
+    """Eq. 7: the mean over samples of A_i times the log-prob of all that was sampled."""
+    return [
+        A_i * logp_of(rollout.prompt, completion)
+        for A_i, completion in zip(A.tolist(), rollout.completions)
+    ]
+
+
+def verifree_formula(logp_of, rollout, R, A):
+    """The same for the solution alone, and R_i times the log-prob of "{a*}" after it."""
+    reference = vocabulary(toy.build_tokenizer()).encode("{" + rollout.problem.reference + "}")
+    terms = []
+    for i, completion in enumerate(rollout.completions):
+        terms.append(A[i].item() * logp_of(rollout.prompt, completion[: rollout.cuts[i]]))
+        if rollout.answers[i] is not None:
+            terms[-1] = terms[-1] + R[i].item() * logp_of(rollout.context(i), reference)
+    return terms
+
+
+def rms_norm(self, hidden):
+    """transformers' own goes through fp32, whatever the model's precision."""
+    return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+@pytest.mark.parametrize("budget", [1, 64, 10_000])
+@pytest.mark.parametrize("reward, formula", [("cer", rloo_formula), ("verifree", verifree_formula)])
+def test_the_update_takes_the_gradient_of_the_formula(
+    tokenizer, monkeypatch, reward, formula, budget
+):
+    """In fp64, whatever the micro-batches: the step of plain SGD is minus the gradient."""
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", rms_norm)
+    naive, trained = (tiny_model(len(tokenizer), initializer_range=0.1).double() for _ in range(2))
+    rollouts = [rollout_of(tokenizer, TEXTS, "7"), rollout_of(tokenizer, TEXTS[::-1], "7 eggs")]
+    rewards = [torch.tensor([0.5, 0.25, 0.0, 0.125]), torch.full((4,), 0.5)]  # one teaches nothing
+
+    def logp_of(prompt, completion):
+        ids = torch.tensor([prompt + completion])
+        logp = naive(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+        return logp[len(prompt) - 1 :].sum()
+
+    terms, rows = [], []
+    for rollout, R in zip(rollouts, rewards):
+        A = leave_one_out(R)
+        terms += formula(logp_of, rollout, R, A)
+        rows += train.training_rows(rollout, R, A, SimpleNamespace(reward=reward), tokenizer)
+    loss = -torch.stack(terms).mean()
+    loss.backward()
+
+    before = [p.detach().clone() for p in trained.parameters()]
+    sharded = policy.shard(trained)
+    sgd = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    update_loss, grad_norm = train.update(sharded, sgd, rows, 1.0, budget)
+    assert update_loss == pytest.approx(loss.item(), abs=1e-10)
+    unclipped = max(1.0, grad_norm + 1e-6)
+    for (name, theirs), old, new in zip(naive.named_parameters(), before, sharded.parameters()):
+        ours = (old - new.detach().full_tensor()) * unclipped
+        assert (ours - theirs.grad).abs().max() < 1e-10, name
+
+
+def test_a_batch_that_teaches_nothing_changes_nothing(tokenizer):
+    sharded = policy.shard(tiny_model(len(tokenizer)))
+    before = [p.full_tensor().clone() for p in sharded.parameters()]
+    rollout = rollout_of(tokenizer, TEXTS, "7")
+    rows = list(train.rloo_rows(rollout, torch.zeros(4)))
+    sgd = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    assert train.update(sharded, sgd, rows, 1.0, 64) == (0.0, 0.0)
+    for old, new in zip(before, sharded.parameters()):
+        assert torch.equal(old, new.full_tensor())

@@ -15,6 +15,7 @@ import data
 import evaluate
 import policy
 import train
+from rewards import REWARDS
 
 
 @pytest.fixture
@@ -46,9 +47,10 @@ FAST = "--dataset toy --steps 2 --questions 4 --samples 4"
 FAST += " --eval-limit 8 --eval-runs 2 --eval-every 2"
 
 
-@pytest.mark.parametrize("reward", ["cer", "exact", "rule", "rule+cer"])
+@pytest.mark.parametrize("reward", REWARDS)
 def test_two_steps_of_training(script, tmp_path, toy_model_dir, reward):
     arguments = f"--model {toy_model_dir} --reward {reward} --out run {FAST}"
+    arguments += f" --verifier-model {toy_model_dir}"
     code, out, err = script(train, arguments)
     assert code == 0 and out.splitlines()[-1].startswith("  pass@1  0.")
     run = tmp_path / "run"
@@ -166,6 +168,7 @@ BAD_INPUT = {
     "--dataset good.jsonl --model empty_dir": r"empty_dir: not a Hugging Face model directory",
     "--dataset good.jsonl --model weightless": r"weightless: not a Hugging Face model directory",
     "--dataset good.jsonl --model Qwen/Qwen9": r"cannot load the model Qwen/Qwen9.*a local dir",
+    "--dataset good.jsonl --reward general-verifier": r"cannot load the model TIGER-Lab/gen",
     "--dataset good.jsonl --out used": r"--out used holds another run",
     "--dataset good.jsonl --out new --resume": r"no checkpoint in new",
     "--dataset good.jsonl --out good.jsonl/x": r"--out good.jsonl/x: good.jsonl is not a directory",
