@@ -6,11 +6,15 @@ so a file with a hub data set's columns behaves like that data set.
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
 import re
+import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,19 +58,38 @@ def require_ranges(args, counts, prefix=""):
 def require_writable(out):
     """The directory of a run must be one that can be made or written to; nothing is made yet."""
     existing = next(path for path in [out, *out.parents] if path.exists())
-    can_write = existing.is_dir() and os.access(existing, os.W_OK)
-    require(can_write, f"--out {out}: {existing} is not a directory that can be written to")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        what = f"--out {out}: {existing} is not a directory that can be written to"
+        raise InputError(f"{what} ({error.strerror})") from error
+
+
+def write_whole(path, text):
+    """Write beside and rename: a crash leaves the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
 def run_script(main):
-    """Run a script's main(): an InputError becomes one line on stderr and exit code 2, without a
-    traceback."""
+    """Run a script's main(): an InputError, or a full disk, becomes one line on stderr and exit
+    code 2, without a traceback; Ctrl-C ends it without one too."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not a line for every retry
     try:
         main()
-    except InputError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun every rank meets it
-            print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (InputError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Mostly all ranks meet the same error, and rank 0 says so; torchrun then ends the
+            # others while they wait here. Who is still there after that is the only one to know.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(8)
+        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 

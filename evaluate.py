@@ -24,6 +24,7 @@ from data import (
     require_ranges,
     require_writable,
     run_script,
+    write_whole,
 )
 from policy import encode_prompt, gather, init_ranks, load, sample
 from rewards import is_correct
@@ -138,21 +139,21 @@ def main():
     datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
     model, tokenizer = load(args.model, device)
 
-    results, samples = {}, []
+    results = {}
     for name, problems in datasets.items():
         letters = all(problem.kind == "letter" for problem in problems)
         runs = args.runs or (SOURCES[name].runs if name in SOURCES else 1 if letters else 16)
         settings = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
         settings |= dict(max_new_tokens=args.max_new_tokens, seed=args.seed, name=name)
         results[name], records = evaluate(model, tokenizer, problems, runs, **settings)
-        samples += [{"dataset": name} | record for record in records]
+        if dist.get_rank() == 0:  # after each data set: the next may take hours
+            out.mkdir(parents=True, exist_ok=True)
+            with open(out / "samples.jsonl", "w" if len(results) == 1 else "a") as file:
+                file.writelines(json.dumps({"dataset": name} | r) + "\n" for r in records)
+            report = {"args": vars(args), "results": results}
+            write_whole(out / "results.json", json.dumps(report, indent=2) + "\n")
 
     if dist.get_rank() == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / "samples.jsonl", "w") as file:
-            file.writelines(json.dumps(record) + "\n" for record in samples)
-        report = {"args": vars(args), "results": results}
-        (out / "results.json").write_text(json.dumps(report, indent=2) + "\n")
         print(table(results))
         print(f"every sample: {out / 'samples.jsonl'}")
     dist.destroy_process_group()

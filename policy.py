@@ -9,6 +9,7 @@ On a CPU both compute in fp32.
 """
 
 import bisect
+import datetime
 import functools
 import json
 import logging
@@ -22,8 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
 
 from data import InputError, Problem, chat_messages, first_line, split_answer
@@ -145,13 +147,13 @@ def load(name_or_dir, device, scores=True):
 
 def load_model(name_or_dir, device, dtype):
     """A Hugging Face causal language model, in eval mode."""
-    options = {"dtype": dtype, "attn_implementation": "sdpa"}
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     return from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
 
 
 def from_pretrained(auto_class, name_or_dir, **options):
     try:
-        return auto_class.from_pretrained(name_or_dir, **options)
+        return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
     except Exception as error:  # a door: broken files raise a dozen kinds
         if os.path.isdir(name_or_dir):
             what = f"{name_or_dir}: not a Hugging Face model directory ({first_line(error)})"
@@ -234,6 +236,7 @@ class Rollout:
     cuts: list[int]  # N; completions[i][:cuts[i]] is the solution s_i (no answer: all of it)
     answers: list[str | None]  # N; a_i, or None: no closed box, or cut off by the length limit
     truncated: list[bool]  # N; cut off by the length limit
+    entropies: list[float]  # N; of the next token, in nats, mean over the completion
 
     @property
     def answered(self):
@@ -248,10 +251,11 @@ def sample(model, tokenizer, problems, prompts, n, max_new_tokens, **settings):
     """n samples of each problem -> list[Rollout]. prompts: token ids; settings: of generate."""
     vocab = vocabulary(tokenizer)
     rows = [prompt for prompt in prompts for _ in range(n)]
-    completions = generate(model, rows, max_new_tokens, **settings)
+    completions, entropies = generate(model, rows, max_new_tokens, **settings)
     rollouts = []
     for k, (problem, prompt) in enumerate(zip(problems, prompts)):
-        group = completions[k * n : (k + 1) * n]
+        of_problem = slice(k * n, (k + 1) * n)
+        group = completions[of_problem]
         truncated = [ids[-1] not in model.generation_config.eos_token_id for ids in group]
         # Cut off by the length limit is no answer, even after a box: the model had not finished.
         found = [None if cut else vocab.locate_answer(ids) for ids, cut in zip(group, truncated)]
@@ -264,6 +268,7 @@ def sample(model, tokenizer, problems, prompts, n, max_new_tokens, **settings):
                 cuts=[f[0] if f else len(ids) for f, ids in zip(found, group)],
                 answers=[f[1] if f else None for f in found],
                 truncated=truncated,
+                entropies=entropies[of_problem],
             )
         )
     return rollouts
@@ -283,16 +288,28 @@ def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
     )
 
 
+class EntropyProbe(LogitsProcessor):
+    """Looks at the logits of every step of generate() and hands them on as they are."""
+
+    def __init__(self):
+        self.steps = []  # [rows] each
+
+    def __call__(self, ids, logits):
+        self.steps.append(Categorical(logits=logits.float(), validate_args=False).entropy())
+        return logits
+
+
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, piece=256, progress=None, **settings):
-    """A sampled completion for each prompt (lists of ids) -> lists of ids, up to the first stop.
+    """Sampled completions of prompts (lists of ids) -> (lists of ids, each up to its first stop;
+    for each the mean entropy of its next tokens under the model, in nats).
 
     As many rows at a time as fit in memory at their full length. generate() runs in pieces of a few
     hundred tokens; between pieces the finished rows leave the batch and the KV cache, so that the
     last long rows do not drag the others along. settings: of sampling_config. progress(k) is called
     when k more rows are finished.
     """
-    completions = [None] * len(prompts)
+    completions, entropies = [None] * len(prompts), [None] * len(prompts)
     stops = set(model.generation_config.eos_token_id)
     longest = max(map(len, prompts), default=0) + max_new_tokens
     at_a_time = max(1, tokens_that_fit(model) // longest)
@@ -302,12 +319,19 @@ def generate(model, prompts, max_new_tokens, piece=256, progress=None, **setting
         ids = pad([prompts[i] for i in alive], left=True).to(model.device)
         mask = pad([[1] * len(prompts[i]) for i in alive], left=True).to(model.device)
         width, cache = ids.shape[1], None
+        entropy = torch.empty(len(alive), 0, device=model.device)  # a column for each new token
         while alive:
             room = width + max_new_tokens - ids.shape[1]
             config = sampling_config(model, max_new_tokens=min(piece, room), **settings)
+            probe = EntropyProbe()
             out = model.generate(
-                ids, attention_mask=mask, past_key_values=cache, generation_config=config
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=config,
+                logits_processor=[probe],
             )
+            entropy = torch.cat([entropy, *(step[:, None] for step in probe.steps)], 1)
             mask = F.pad(mask, (0, out.sequences.shape[1] - ids.shape[1]), value=1)
             ids, cache = out.sequences, out.past_key_values
             unfinished = []
@@ -316,15 +340,17 @@ def generate(model, prompts, max_new_tokens, piece=256, progress=None, **setting
                 if stop is None and len(new) < max_new_tokens:
                     unfinished.append(row)
                 else:
-                    completions[alive[row]] = new if stop is None else new[: stop + 1]
+                    new = new if stop is None else new[: stop + 1]
+                    completions[alive[row]] = new
+                    entropies[alive[row]] = entropy[row, : len(new)].mean().item()
             if progress:
                 progress(len(alive) - len(unfinished))
             alive = [alive[row] for row in unfinished]
             if alive:
                 keep = torch.tensor(unfinished, device=model.device)
-                ids, mask = ids[keep], mask[keep]
+                ids, mask, entropy = ids[keep], mask[keep], entropy[keep]
                 cache.batch_select_indices(keep)
-    return completions
+    return completions, entropies
 
 
 def pad(lists, left=False):
@@ -446,10 +472,12 @@ def init_ranks():
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    # Ranks wait for the one that samples longest, and for the one that writes.
+    patience = datetime.timedelta(hours=2)
     if dist.is_initialized():
         pass
     elif "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=patience)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_rank() > 0:  # one rank speaks for all

@@ -145,7 +145,7 @@ def ask(verifier, triples):
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
     bar = tqdm(total=len(prompts), desc="verifier", leave=False, delay=10, disable=get_rank() > 0)
     with bar:
-        outputs = generate(model, prompts, 1024, temperature=0, progress=bar.update)
+        outputs, _ = generate(model, prompts, 1024, temperature=0, progress=bar.update)
     return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
 
 

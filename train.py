@@ -11,9 +11,11 @@ baseline, take one optimizer step, copy the weights to the actor.
 import functools
 import json
 import logging
+import math
 import os
 import random
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -27,11 +29,14 @@ import toy
 from data import (
     InputError,
     Parser,
+    first_line,
     load_problems,
+    parse_json,
     require,
     require_ranges,
     require_writable,
     run_script,
+    write_whole,
 )
 from evaluate import evaluate
 from policy import (
@@ -86,6 +91,7 @@ def parse_args():
     # files
     add("--out", help="directory of the run (default: runs/TIME-DATASET-REWARD)")
     add("--save-every", type=int, default=100, help="steps; the last step is always saved")
+    add("--keep", type=int, default=3, help="checkpoints to keep; older ones are deleted")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
 
     args = parser.parse_args()
@@ -107,11 +113,12 @@ def resumed_args(parser, out):
     """The flags of the run to go on with. Other flags would make it another run."""
     require(out, "--resume needs --out, the run to go on with")
     path = Path(out) / "config.json"
-    require(path.is_file() and last_checkpoint(Path(out)), f"--resume: no checkpoint in {out}")
-    saved = json.loads(path.read_text())["flags"]
+    require(path.is_file(), f"--resume: no run in {out} (it would have a config.json)")
+    saved = parse_json(path.read_text(), path).get("flags")
+    require(isinstance(saved, dict), f"{path}: not the configuration of a run")
     parser.set_defaults(**saved)
     args = parser.parse_args()
-    changed = [(name, was, getattr(args, name)) for name, was in saved.items()]
+    changed = [(name, was, getattr(args, name, None)) for name, was in saved.items()]
     changed = [f"{name} was {was} and is {now}" for name, was, now in changed if was != now]
     require(not changed, f"--resume goes on with the flags of the run, but {', '.join(changed)}")
     return args
@@ -119,7 +126,7 @@ def resumed_args(parser, out):
 
 def check_args(args):
     N, counts = args.samples, "questions max_prompt_tokens max_new_tokens epochs steps"
-    counts += " microbatch_tokens eval_every eval_limit eval_runs save_every"
+    counts += " microbatch_tokens eval_every eval_limit eval_runs save_every keep"
     require_ranges(args, counts.split(), prefix="eval_")
     require(N >= 2, f"--samples must be at least 2 (RLOO's baseline is the others), got {N}")
     require(1 <= args.m <= N, f"--m must be from 1 to --samples ({N}), got {args.m}")
@@ -161,56 +168,64 @@ def main():
     last_step = args.steps or max(1, args.epochs * len(train_set) // args.questions)
 
     torch.manual_seed(args.seed * 1000 + rank)  # every rank samples differently
-    first_step = load_checkpoint(out, policy, optimizer) + 1 if args.resume else 1
+    first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
     require(first_step <= last_step, f"--resume: the run in {out} is complete")
     copy_weights(policy, actor)
     run = RunFiles(out, args, first_step) if rank == 0 else None
 
+    stop, not_finite = StopRequest(), 0
     todo = dict(initial=first_step - 1, total=last_step)
-    bar = tqdm(**todo, desc=args.reward, unit="step", disable=rank > 0)
-    if args.eval_dataset and first_step == 1:
-        report(run, bar, {"step": 0, **evaluation(actor, tokenizer, eval_problems, args)})
-    for step in range(first_step, last_step + 1):
-        clock = [time.perf_counter()]
+    with tqdm(**todo, desc=args.reward, unit="step", disable=rank > 0) as bar:
+        if args.eval_dataset and first_step == 1:
+            report(run, bar, {"step": 0, **evaluation(actor, tokenizer, eval_problems, args)})
+        for step in range(first_step, last_step + 1):
+            clock = [time.perf_counter()]
 
-        # 1. Sample: N solutions, each with an answer, to each of the B questions.
-        batch = questions_of(step, train_set, args)[rank::world]
-        with inner_bar("sample", total=len(batch) * args.samples) as inner:
-            limits = {"max_new_tokens": args.max_new_tokens, "progress": inner.update}
-            rollouts = sample(actor, tokenizer, *zip(*batch), args.samples, **limits)
-        clock.append(time.perf_counter())
+            # 1. Sample: N solutions, each with an answer, to each of the B questions.
+            batch = questions_of(step, train_set, args)[rank::world]
+            with inner_bar("sample", total=len(batch) * args.samples) as inner:
+                limits = {"max_new_tokens": args.max_new_tokens, "progress": inner.update}
+                rollouts = sample(actor, tokenizer, *zip(*batch), args.samples, **limits)
+            clock.append(time.perf_counter())
 
-        # 2. Reward: R [N] for each question. The policy itself is the judge; no gradient here.
-        judged = REWARDS[args.reward](rollouts, judge)
-        rewards, notes = zip(*inner_bar("reward", judged, total=len(rollouts)))
-        clock.append(time.perf_counter())
+            # 2. Reward: R [N] for each question. The policy itself is the judge; no gradient here.
+            judged = REWARDS[args.reward](rollouts, judge)
+            rewards, notes = zip(*inner_bar("reward", judged, total=len(rollouts)))
+            clock.append(time.perf_counter())
 
-        # 3. Leave-one-out: A [N] for each question.
-        advantages = [leave_one_out(R) for R in rewards]
+            # 3. Leave-one-out: A [N] for each question.
+            advantages = [leave_one_out(R) for R in rewards]
 
-        # 4. Update: one optimizer step on the samples of all ranks.
-        groups = zip(rollouts, rewards, advantages)
-        rows = gather([row for group in groups for row in training_rows(*group, args, tokenizer)])
-        progress = (step - 1) / max(1, last_step - 1)
-        lr = args.lr * (1 - (1 - args.lr_end) * progress)
-        loss, grad_norm = update(policy, optimizer, rows, lr, args.microbatch_tokens)
-        copy_weights(policy, actor)
-        clock.append(time.perf_counter())
+            # 4. Update: one optimizer step on the samples of all ranks.
+            groups = zip(rollouts, rewards, advantages)
+            rows = gather(
+                [row for group in groups for row in training_rows(*group, args, tokenizer)]
+            )
+            progress = (step - 1) / max(1, last_step - 1)
+            lr = args.lr * (1 - (1 - args.lr_end) * progress)
+            loss, grad_norm = update(policy, optimizer, rows, lr, args.microbatch_tokens)
+            copy_weights(policy, actor)
+            clock.append(time.perf_counter())
+            not_finite = 0 if math.isfinite(grad_norm) else not_finite + 1
+            if not_finite == 3:
+                give_up(out, step, rows)
 
-        # 5. Report.
-        groups = gather([describe(*g) for g in zip(rollouts, rewards, advantages, notes)])
-        line = {"step": step, **means(groups), "loss": loss, "grad_norm": grad_norm, "lr": lr}
-        line |= timing(clock, groups)
-        if args.eval_dataset and (step % args.eval_every == 0 or step == last_step):
-            line |= evaluation(actor, tokenizer, eval_problems, args)
-        report(run, bar, line)
-        if run:
-            run.keep_samples(step, rollouts, rewards, notes)
-        if step % args.save_every == 0 or step == last_step:
-            save_checkpoint(out, step, actor, tokenizer, policy, optimizer)
-    bar.close()
+            # 5. Report.
+            groups = gather([describe(*g) for g in zip(rollouts, rewards, advantages, notes)])
+            line = {"step": step, **means(groups), "loss": loss, "grad_norm": grad_norm, "lr": lr}
+            line |= {"updates_skipped": int(not_finite > 0), **timing(clock, groups)}
+            if args.eval_dataset and (step % args.eval_every == 0 or step == last_step):
+                line |= evaluation(actor, tokenizer, eval_problems, args)
+            report(run, bar, line)
+            if run:
+                run.keep_samples(step, rollouts, rewards, notes)
+            stopping = any(gather([stop.requested]))
+            if stopping or step % args.save_every == 0 or step == last_step:
+                save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
+            if stopping:
+                break
     if run:
-        run.summarise(last_step)
+        run.summarise(step)
     dist.destroy_process_group()
 
 
@@ -224,7 +239,8 @@ def training_rows(rollout, R, A, args, tokenizer):
 def update(policy, optimizer, rows, lr, microbatch_tokens):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
 
-    The loss is a sum over tokens and a mean over samples.
+    The loss is a sum over tokens and a mean over samples. If the gradient is not finite, nothing is
+    changed.
     """
     device, world, samples = policy.lm_head.weight.device, dist.get_world_size(), len(rows)
     # A sample that earned what the others did teaches nothing. (Adam's step needs some gradient.)
@@ -242,7 +258,8 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    if math.isfinite(grad_norm):
+        optimizer.step()
     optimizer.zero_grad()
     return loss.item(), grad_norm
 
@@ -255,6 +272,31 @@ def evaluation(actor, tokenizer, problems, args):
     return {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
 
 
+class StopRequest:
+    """SIGTERM or Ctrl-C: finish the step, save, and end well."""
+
+    def __init__(self):
+        self.requested = False
+        for number in signal.SIGTERM, signal.SIGINT:
+            signal.signal(number, self.request)
+
+    def request(self, number, frame):
+        self.requested = True
+        logger.info("%s: stops after this step", signal.Signals(number).name)
+
+
+def give_up(out, step, rows):
+    """Three steps in a row without a finite gradient: end the run, with the last step's rows
+    kept."""
+    path = out / f"not-finite-step-{step}.jsonl"
+    if dist.get_rank() == 0:
+        write_whole(path, "".join(json.dumps(vars(row)) + "\n" for row in rows))
+    raise InputError(
+        f"the gradient was not finite in steps {step - 2} to {step}, whose updates were skipped. "
+        f"The rows of the last are in {path}; a lower --lr may help"
+    )
+
+
 # ------------------------------------------------------------------------------------------ set-up
 
 
@@ -264,7 +306,7 @@ def directory_of(args):
     default = time.strftime(f"runs/%Y%m%d-%H%M%S-{Path(args.dataset).stem}-{args.reward}")
     out = Path(args.out or gather([default])[0])
     require_writable(out)
-    if not args.resume and out.is_dir() and any(out.iterdir()):
+    if not args.resume and out.is_dir() and any(p.suffix != ".partial" for p in out.iterdir()):
         raise InputError(f"--out {out} holds another run: choose a new directory (or --resume)")
     dist.barrier()
     return out
@@ -310,6 +352,7 @@ def describe(rollout, R, A, notes):
         "truncated": sum(rollout.truncated) / N,
         "unique_answers": len({rollout.answers[i] for i in rollout.answered}),
         "solution_tokens": sum(rollout.cuts) / N,
+        "entropy": sum(rollout.entropies) / N,
         "zero_advantage_groups": all_earn_the_same,
         **{f"verifier_{verdict}": count / N for verdict, count in verdicts.items()},
         "tokens": sum(len(ids) for ids in rollout.completions),
@@ -333,10 +376,22 @@ def report(run, bar, line):
     if run is None:
         return
     run.log(line)
-    run.shown |= {"pass@1": line["pass_at_1"]} if "pass_at_1" in line else {}
-    run.shown |= {"reward": line["reward"]} if "reward" in line else {}
-    bar.set_postfix({name: f"{value:.3f}" for name, value in run.shown.items()}, refresh=False)
+    run.shown |= {name: line[key] for name, key in SHOWN.items() if key in line}
+    bar.set_postfix({name: f"{value:.3g}" for name, value in run.shown.items()}, refresh=False)
     bar.update(line["step"] > 0)
+
+
+# What the progress bar shows: how well it goes, and whether the policy collapses.
+SHOWN = {
+    "reward": "reward",
+    "pass@1": "pass_at_1",
+    "entropy": "entropy",
+    "tokens": "solution_tokens",
+    "answered": "answered",
+    "cut": "truncated",
+    "answers": "unique_answers",
+    "equal": "zero_advantage_groups",
+}
 
 
 def inner_bar(name, iterable=None, total=None):
@@ -357,14 +412,14 @@ class RunFiles:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out")}
         config = {"flags": flags, "world_size": dist.get_world_size(), "versions": versions}
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
         for name in "metrics.jsonl", "samples.jsonl":  # a resumed run rewrites its later steps
-            keep_steps_before(first_step, out / name)
+            keep_steps_before(first_step if first_step > 1 else 0, out / name)
         logger.info("run: %s", out)
 
     def log(self, line):
         with open(self.out / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(finite(line)) + "\n")
 
     def keep_samples(self, step, rollouts, rewards, notes):
         with open(self.out / "samples.jsonl", "a") as file:
@@ -406,12 +461,16 @@ def keep_steps_before(first_step, path):
     """Cut a log back to the steps before first_step; a crash may have left half a line."""
     kept = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if not line.endswith("\n") or json.loads(line)["step"] >= first_step:
+        if not line.endswith("\n") or parse_json(line, path)["step"] >= first_step:
             break
         kept.append(line)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    os.replace(partial, path)
+    write_whole(path, "".join(kept))
+
+
+def finite(line):
+    """JSON has no nan and no inf: null."""
+    odd = {name for name, x in line.items() if isinstance(x, float) and not math.isfinite(x)}
+    return line | dict.fromkeys(odd)
 
 
 def rounded(tensor):
@@ -424,33 +483,57 @@ def rounded(tensor):
 # -------------------------------------------------------------------------------------- checkpoints
 
 
-def last_checkpoint(out):
+def checkpoints(out):
+    """-> all whole checkpoints of a run, (step, directory), oldest first."""
     found = [path.parent for path in out.glob("checkpoints/step-*/training.pt")]
-    return max(((int(path.name.removeprefix("step-")), path) for path in found), default=None)
+    return sorted((int(path.name.removeprefix("step-")), path) for path in found)
 
 
-def save_checkpoint(out, step, actor, tokenizer, policy, optimizer):
+def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     """out/checkpoints/step-K/: a Hugging Face directory, and training.pt, from which --resume goes
-    on. Written beside and renamed, so that a directory of that name is always whole."""
+    on. Written beside and renamed, and renamed before it is deleted, so that a directory of that
+    name is whole, whenever the run is killed."""
     model_state, optimizer_state = get_state_dict(policy, optimizer, options=FULL_STATE)
     rng = gather([{"cpu": torch.get_rng_state(), "cuda": cuda_rng()}])
     if dist.get_rank() == 0:
-        directory = out / "checkpoints" / f"step-{step}"
-        partial = directory.with_name(f"partial-{step}")
+        directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
         shutil.rmtree(partial, ignore_errors=True)
-        actor.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        state = {"step": step, "model": model_state, "optimizer": optimizer_state, "rng": rng}
-        torch.save(state, partial / "training.pt")
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            actor.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            state = {"step": step, "model": model_state, "optimizer": optimizer_state, "rng": rng}
+            torch.save(state, partial / "training.pt")
+        except Exception as error:  # a door: a full disk raises another kind from every writer
+            shutil.rmtree(partial, ignore_errors=True)
+            whole = [path.name for _, path in checkpoints(out)]
+            raise InputError(
+                f"cannot save {directory} ({first_line(error)}); "
+                f"the last whole checkpoint is {whole[-1] if whole else 'none'}"
+            ) from error
+        os.sync()
+        shutil.rmtree(directory, ignore_errors=True)  # one whose training.pt was removed by hand
         os.rename(partial, directory)
+        for _, old in checkpoints(out)[:-keep]:
+            os.rename(old, partial)
+            shutil.rmtree(partial)
     dist.barrier()
 
 
 def load_checkpoint(out, policy, optimizer):
-    """Restore the last checkpoint -> its step."""
-    step, directory = last_checkpoint(out)
-    state = torch.load(directory / "training.pt", weights_only=True, map_location="cpu", mmap=True)
+    """Restore the last checkpoint -> its step; 0 if the run ended before its first."""
+    found = checkpoints(out)
+    if not found:
+        logger.info("no checkpoint in %s yet: the run begins again", out)
+        return 0
+    step, directory = found[-1]
+    path = directory / "training.pt"
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except Exception as error:  # a door: a broken file raises a dozen kinds
+        raise InputError(
+            f"{path}: not readable ({first_line(error)}); "
+            f"remove {directory} to go on from the checkpoint before"
+        ) from error
     set_state_dict(
         policy,
         optimizer,

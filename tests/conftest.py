@@ -107,4 +107,5 @@ def rollout_of(tokenizer, texts, reference):
         cuts=[f[0] if f else len(ids) for f, ids in zip(found, completions)],
         answers=[f[1] if f else None for f in found],
         truncated=[False] * len(texts),
+        entropies=[0.0] * len(texts),
     )

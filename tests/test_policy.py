@@ -134,7 +134,7 @@ def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_pa
 def test_rows_that_spell_no_token_are_never_sampled(tokenizer, tmp_path):
     directory = save(tmp_path, tiny_model(2 * len(tokenizer), initializer_range=0.02), tokenizer)
     model, _ = policy.load(directory, "cpu")
-    rows = generate(model, [[5, 6]] * 64, max_new_tokens=8)
+    rows, _ = generate(model, [[5, 6]] * 64, max_new_tokens=8)
     assert max(i for row in rows for i in row) < len(tokenizer)
 
 
@@ -161,19 +161,24 @@ def one_call(model, prompt, max_new_tokens):
 @pytest.mark.parametrize("piece", [1, 3, 256])
 @pytest.mark.parametrize("fits", [20, 10_000])
 def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch, piece, fits):
-    likely = [generate(loaded, PROMPTS, 9, temperature=0)[i][4] for i in (0, 1)]
+    likely = [generate(loaded, PROMPTS, 9, temperature=0)[0][i][4] for i in (0, 1)]
     loaded.generation_config.eos_token_id = sorted(set(likely))  # so that rows end early
     monkeypatch.setattr(policy, "tokens_that_fit", lambda model: fits)
     finished = []
-    rows = generate(loaded, PROMPTS, 9, piece=piece, temperature=0, progress=finished.append)
+    settings = dict(piece=piece, temperature=0, progress=finished.append)
+    rows, entropies = generate(loaded, PROMPTS, 9, **settings)
     assert rows == [one_call(loaded, prompt, 9) for prompt in PROMPTS]
+    for prompt, row, entropy in zip(PROMPTS, rows, entropies):
+        logits = loaded(input_ids=torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
+        p = logits.softmax(-1)
+        assert entropy == pytest.approx(-(p * p.log()).sum(-1).mean().item(), abs=1e-4)
     assert len(set(map(len, rows))) > 1 and sum(finished) == len(PROMPTS)
 
 
 def test_samples_follow_the_models_distribution(loaded):
     with torch.no_grad():
         p = loaded(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(0)
-    first = torch.tensor([row[0] for row in generate(loaded, [[5, 6, 7]] * 4000, 1)])
+    first = torch.tensor([row[0] for row in generate(loaded, [[5, 6, 7]] * 4000, 1)[0]])
     frequency = first.bincount(minlength=len(p)) / 4000
     assert (frequency - p).abs().max() < 4 * (0.25 / 4000) ** 0.5
 
@@ -328,5 +333,5 @@ def test_pad():
 
 
 def test_rollout_context_is_question_and_solution():
-    rollout = Rollout(data.Problem("q", "a"), [1, 2], [[3, 4, 5]], [""], [2], ["x"], [False])
+    rollout = Rollout(data.Problem("q", "a"), [1, 2], [[3, 4, 5]], [""], [2], ["x"], [False], [0])
     assert rollout.context(0) == [1, 2, 3, 4] and rollout.answered == [0]

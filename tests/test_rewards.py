@@ -23,6 +23,7 @@ def rollout(texts, reference, kind="math"):
         cuts=[1] * len(texts),
         answers=[f and f[1] for f in found],
         truncated=[False] * len(texts),
+        entropies=[0.0] * len(texts),
     )
 
 

@@ -108,6 +108,24 @@ def test_a_resume_with_other_flags_is_refused(script, stopped_run):
     assert code == 2 and "reward was cer and is exact, lr was 0.0006 and is 1.0" in err
 
 
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("config.json", '{"flags": ', "config.json: not valid JSON"),
+        ("config.json", "{}", "config.json: not the configuration of a run"),
+        ("checkpoints/step-2/training.pt", None, "step-2/training.pt: not readable .*remove"),
+        ("metrics.jsonl", '{"step": 0\n{"step": 1}\n', "metrics.jsonl: not valid JSON"),
+    ],
+)
+def test_a_resume_from_broken_files_is_refused(script, tmp_path, stopped_run, name, content, says):
+    path = tmp_path / "parts" / name
+    path.write_bytes(content.encode() if content else path.read_bytes()[:5000])
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    code, _, err = script(train, "--out parts --resume")
+    assert code == 2 and re.search(says, err.splitlines()[-1]) and "Traceback" not in err
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
 def test_a_finished_run_cannot_be_resumed(script, stopped_run):
     code, _, err = script(train, "--out whole --resume")
     assert code == 2 and "the run in whole is complete" in err
@@ -153,7 +171,12 @@ BAD_INPUT = {
     "--dataset columns.jsonl": r"no question column \(question or problem\); .*: answer, prompt",
     "--dataset no_answer.jsonl": r"no answer column \(answer or solution\); columns present: q",
     "--dataset empty.jsonl": r"the data set is empty",
-    "--dataset useless.jsonl": r"none of the 1 rows has a question and a usable reference",
+    "--dataset useless.jsonl": r"none of the 3 rows has a question and a usable reference",
+    "--dataset long_line.jsonl": r"long_line.jsonl, line 1: not valid JSON",
+    "--dataset long_question.jsonl": r"--max-prompt-tokens 2048: all of long_question.jsonl",
+    "--dataset latin.jsonl": r"latin.jsonl: not UTF-8 text",
+    "--dataset rows.json": r"rows.json, row 2: expected an object with named columns, found 7",
+    "--dataset directory.jsonl": r"no such file: directory.jsonl",
     "--dataset text.txt": r"expected a file that ends in .jsonl, .json, .parquet",
     "--dataset bad.parquet": r"bad.parquet: not a readable parquet file",
     "--dataset math500": r"cannot load math-ai/math500 .*local .jsonl",
@@ -163,6 +186,13 @@ BAD_INPUT = {
     "--dataset good.jsonl --samples 4 --m 5": r"--m must be from 1 to --samples \(4\), got 5",
     "--dataset good.jsonl --steps 0": r"--steps must be at least 1",
     "--dataset good.jsonl --epochs 0": r"--epochs must be at least 1, got 0",
+    "--dataset good.jsonl --keep 0": r"--keep must be at least 1, got 0",
+    "--dataset good.jsonl --lr -1": r"--lr must be positive, got -1.0",
+    "--dataset good.jsonl --lr nan": r"--lr must be positive, got nan",
+    "--dataset good.jsonl --questions 0": r"--questions must be at least 1",
+    "--dataset good.jsonl --out /proc/run": r"--out /proc/run: /proc is not a directory",
+    "--dataset good.jsonl --model pickled": r"pickled: not a Hugging Face model directory",
+    "--dataset good.jsonl --model custom_code": r"custom_code: .* contains custom code",
     "--dataset good.jsonl --lr x": r"argument --lr: invalid float value: 'x'",
     "--dataset good.jsonl --max-prompt-tokens 1": r"--max-prompt-tokens 1: all of good.jsonl",
     "--dataset good.jsonl --model empty_dir": r"empty_dir: not a Hugging Face model directory",
@@ -170,7 +200,7 @@ BAD_INPUT = {
     "--dataset good.jsonl --model Qwen/Qwen9": r"cannot load the model Qwen/Qwen9.*a local dir",
     "--dataset good.jsonl --reward general-verifier": r"cannot load the model TIGER-Lab/gen",
     "--dataset good.jsonl --out used": r"--out used holds another run",
-    "--dataset good.jsonl --out new --resume": r"no checkpoint in new",
+    "--dataset good.jsonl --out new --resume": r"--resume: no run in new",
     "--dataset good.jsonl --out good.jsonl/x": r"--out good.jsonl/x: good.jsonl is not a directory",
     "--dataset good.jsonl --model truncated": r"truncated: not a Hugging Face model directory",
     "--dataset good.jsonl --eval-top-p 2": r"--eval-top-p must be in",
@@ -189,7 +219,12 @@ def bad_files(tmp_path, toy_model_dir):
         "columns.jsonl": '{"prompt": "Q?", "answer": "1"}\n',
         "no_answer.jsonl": '{"question": "Q?"}\n',
         "empty.jsonl": "",
-        "useless.jsonl": '{"question": "Q?", "answer": null}\n',
+        "useless.jsonl": '{"question": "Q?", "answer": null}\n{"question": "", "answer": "1"}\n'
+        '{"question": ["Q?"], "answer": {"a": 1}}\n',
+        "long_line.jsonl": "x" * 10_000_000,
+        "long_question.jsonl": json.dumps({"question": "why " * 250_000, "answer": "1"}),
+        "rows.json": '[{"question": "Q?", "answer": "1"}, 7]',
+        "directory.jsonl/x": "",
         "text.txt": "Q?",
         "bad.parquet": "not parquet",
         "used/metrics.jsonl": "",
@@ -200,7 +235,16 @@ def bad_files(tmp_path, toy_model_dir):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    shutil.copytree(toy_model_dir, tmp_path / "truncated")
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "größer?"}'.encode("latin-1"))
+    for name in "truncated", "pickled", "custom_code":
+        shutil.copytree(toy_model_dir, tmp_path / name)
+    state = AutoModelForCausalLM.from_pretrained(toy_model_dir).state_dict()
+    torch.save(state, tmp_path / "pickled" / "pytorch_model.bin")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    config = json.loads((toy_model_dir / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    config["auto_map"]["AutoConfig"] = "code.Config"
+    (tmp_path / "custom_code" / "config.json").write_text(json.dumps(config))
     weights = tmp_path / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
 

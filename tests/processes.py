@@ -1,0 +1,77 @@
+"""Training in processes of their own, to be killed, stopped, or run as several ranks. They are
+forked from a server that has imported everything, so that each starts at once."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+import data
+import policy
+import train
+
+HERE = Path(__file__).parent
+os.environ["PYTHONPATH"] = f"{HERE}:{HERE.parent}"  # for the server
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["processes"])
+
+
+def start(function, *args, **environment):
+    process = SERVER.Process(target=enter, args=(environment, function, *args))
+    process.start()
+    return process
+
+
+def enter(environment, function, *args):
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)
+    function(*args)
+
+
+def start_ranks(world, function, *args):
+    """As torchrun does: one process a rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return [start(function, *args, RANK=r, LOCAL_RANK=r, **common) for r in range(world)]
+
+
+def train_in(directory, arguments):
+    """train.py with these arguments; its output goes to directory/log-RANK."""
+    os.chdir(directory)
+    sys.argv = [train.__file__, *arguments.split()]
+    log = os.open(f"log-{os.environ.get('RANK', 0)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    data.run_script(train.main)
+
+
+def two_updates(model_dir, rows, budget, lr, path):
+    """Two optimizer steps; rank 0 saves what they did."""
+    policy.init_ranks()
+    model = policy.shard(policy.load_model(model_dir, "cpu", torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    done = [train.update(model, optimizer, rows, lr, budget) for _ in range(2)]
+    weights = {name: p.full_tensor() for name, p in model.named_parameters()}
+    if policy.dist.get_rank() == 0:
+        torch.save({"done": done, "weights": weights}, path)
+    policy.dist.barrier()
+    policy.dist.destroy_process_group()
+
+
+def fail_on_rank_1():
+    def main():
+        policy.init_ranks()
+        if policy.dist.get_rank() == 1:
+            raise data.InputError("the disk of this rank is gone")
+        policy.dist.barrier()
+
+    data.run_script(main)
+
+
+if __name__ == "__main__":
+    fail_on_rank_1()
