@@ -108,13 +108,14 @@ def answer_logprobs(model, tokenizer, contexts, answers):
 
     order = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
     lengths = [len(contexts[j]) + max(len(tree.tokens) for tree in trees) for j in order]
-    for start, end in batches(lengths, tokens_that_fit(model)):
+    for start, end in batches(lengths, min(TOKENS_AT_ONCE, tokens_that_fit(model))):
         rows = order[start:end]
         out[:, rows] = score_contexts(model, [contexts[j] for j in rows], trees)
     return out
 
 
 TREE_COLUMNS = 1024  # 16 answers of 64 tokens
+TOKENS_AT_ONCE = 4096  # enough to keep a GPU busy; more would be padding, and memory
 
 
 class AnswerTree:

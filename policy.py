@@ -22,10 +22,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+)
 from transformers.cache_utils import DynamicLayer
 
 from data import InputError, Problem, chat_messages, first_line, split_answer
@@ -149,6 +160,47 @@ def load_model(name_or_dir, device, dtype):
     """A Hugging Face causal language model, in eval mode."""
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     return from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
+
+
+def require_memory(name_or_dir, microbatch_tokens, longest_row, cpu_offload):
+    """Refuse a run that cannot fit before it loads anything: an estimate, from the shapes alone."""
+    config = from_pretrained(AutoConfig, name_or_dir)
+    with torch.device("meta"):
+        P = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    width = 2 if torch.cuda.is_available() else 4  # bytes of a value in the actor and activations
+    hidden, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+
+    def needed(ranks, tokens, cpu_offload):
+        """-> GB for (the model, a micro-batch)."""
+        policy = 0 if cpu_offload else 16 * P / ranks  # fp32 weights, gradients, Adam's two moments
+        kept = layers * hidden + 2 * (8 * hidden + 4 * mlp)  # each layer's input, and one layer
+        logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
+        return (width * P + policy) / 1e9, (width * tokens * kept + logits) / 1e9
+
+    (available, where), world = memory(), dist.get_world_size()
+    tokens = max(microbatch_tokens, longest_row)
+    model, batch = needed(world, tokens, cpu_offload)
+    if model + batch <= available:
+        return
+    ways = {f"torchrun on {k} GPUs": (k, tokens, cpu_offload) for k in range(world + 1, 65)}
+    ways = dict([way for way in ways.items() if sum(needed(*way[1])) <= available][:1])
+    ways["--cpu-offload"] = world, tokens, True
+    ways[f"--microbatch-tokens {longest_row}"] = world, longest_row, cpu_offload
+    ways = [way for way, how in ways.items() if sum(needed(*how)) <= available]
+    raise InputError(
+        f"{name_or_dir} needs about {model:.0f} GB for weights, gradients and Adam of a "
+        f"{P / 1e9:.1f}B model at world size {world}, and {batch:.0f} GB for a micro-batch of "
+        f"{tokens} tokens; {where} has {available:.0f} GB: "
+        + (f"use {' or '.join(ways)}" if ways else "use a smaller model")
+    )
+
+
+def memory():
+    """-> (GB that one rank can use, where)."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0] / 1e9, "this GPU"
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "this machine"
 
 
 def from_pretrained(auto_class, name_or_dir, **options):
@@ -304,24 +356,27 @@ def generate(model, prompts, max_new_tokens, piece=256, progress=None, **setting
     """Sampled completions of prompts (lists of ids) -> (lists of ids, each up to its first stop;
     for each the mean entropy of its next tokens under the model, in nats).
 
-    As many rows at a time as fit in memory at their full length. generate() runs in pieces of a few
-    hundred tokens; between pieces the finished rows leave the batch and the KV cache, so that the
-    last long rows do not drag the others along. settings: of sampling_config. progress(k) is called
+    model.generate() runs in pieces of a few hundred tokens. Between pieces the finished rows leave
+    the batch and the KV cache, so that the last long rows do not drag the others along. As many
+    rows start as fit in memory for one piece more; when the rest has grown too long to fit, some
+    wait with what they have and go on later. settings: of sampling_config. progress(k) is called
     when k more rows are finished.
     """
-    completions, entropies = [None] * len(prompts), [None] * len(prompts)
+    completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
     stops = set(model.generation_config.eos_token_id)
-    longest = max(map(len, prompts), default=0) + max_new_tokens
-    at_a_time = max(1, tokens_that_fit(model) // longest)
-    for start in range(0, len(prompts), at_a_time):
-        alive = list(range(len(prompts)))[start : start + at_a_time]  # row -> index of its prompt
-        # Padded on the left, so that all prompts end in one column.
-        ids = pad([prompts[i] for i in alive], left=True).to(model.device)
-        mask = pad([[1] * len(prompts[i]) for i in alive], left=True).to(model.device)
-        width, cache = ids.shape[1], None
-        entropy = torch.empty(len(alive), 0, device=model.device)  # a column for each new token
+    budget = tokens_that_fit(model)
+    waiting = list(range(len(prompts)))
+    while waiting:
+        # The shortest first, padded on the left, so that all rows end in one column.
+        waiting.sort(key=lambda i: len(prompts[i]) + len(completions[i]))
+        rows = [prompts[i] + completions[i] for i in waiting]
+        _, start = next(batches([len(row) + piece for row in rows], budget))
+        alive, waiting = waiting[:start], waiting[start:]
+        ids = pad(rows[:start], left=True).to(model.device)
+        mask = pad([[1] * len(row) for row in rows[:start]], left=True).to(model.device)
+        cache = None
         while alive:
-            room = width + max_new_tokens - ids.shape[1]
+            room = max_new_tokens - min(len(completions[i]) for i in alive)
             config = sampling_config(model, max_new_tokens=min(piece, room), **settings)
             probe = EntropyProbe()
             out = model.generate(
@@ -331,26 +386,29 @@ def generate(model, prompts, max_new_tokens, piece=256, progress=None, **setting
                 generation_config=config,
                 logits_processor=[probe],
             )
-            entropy = torch.cat([entropy, *(step[:, None] for step in probe.steps)], 1)
-            mask = F.pad(mask, (0, out.sequences.shape[1] - ids.shape[1]), value=1)
-            ids, cache = out.sequences, out.past_key_values
-            unfinished = []
-            for row, new in enumerate(ids[:, width:].tolist()):
+            sampled = out.sequences[:, ids.shape[1] :].tolist()
+            entropy = torch.stack(probe.steps, 1).tolist()
+            keep = []
+            for row, i in enumerate(alive):
+                new = sampled[row][: max_new_tokens - len(completions[i])]
                 stop = next((t for t, token in enumerate(new) if token in stops), None)
-                if stop is None and len(new) < max_new_tokens:
-                    unfinished.append(row)
-                else:
-                    new = new if stop is None else new[: stop + 1]
-                    completions[alive[row]] = new
-                    entropies[alive[row]] = entropy[row, : len(new)].mean().item()
+                new = new if stop is None else new[: stop + 1]
+                completions[i] += new
+                entropies[i] += sum(entropy[row][: len(new)])
+                if stop is None and len(completions[i]) < max_new_tokens:
+                    keep.append(row)
             if progress:
-                progress(len(alive) - len(unfinished))
-            alive = [alive[row] for row in unfinished]
+                progress(len(alive) - len(keep))
+            fit = max(1, budget // (out.sequences.shape[1] + piece))
+            waiting += [alive[row] for row in keep[fit:]]
+            keep = keep[:fit]
+            alive = [alive[row] for row in keep]
             if alive:
-                keep = torch.tensor(unfinished, device=model.device)
-                ids, mask, entropy = ids[keep], mask[keep], entropy[keep]
-                cache.batch_select_indices(keep)
-    return completions, entropies
+                rows = torch.tensor(keep, device=model.device)
+                ids, cache = out.sequences[rows], out.past_key_values
+                mask = F.pad(mask[rows], (0, ids.shape[1] - mask.shape[1]), value=1)
+                cache.batch_select_indices(rows)
+    return completions, [total / len(ids) for total, ids in zip(entropies, completions)]
 
 
 def pad(lists, left=False):
@@ -377,14 +435,19 @@ def tokens_that_fit(model):
 # ----------------------------------------------------------------------------------------- training
 
 
-def shard(model):
-    """The policy: FSDP2 over all ranks (also over one), fp32 shards and gradient sums, bf16 compute
-    on GPUs, activations recomputed in the backward pass. Adds .logprobs(ids)."""
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    precision = mixed if model.device.type == "cuda" else MixedPrecisionPolicy()
+def shard(model, cpu_offload=False):
+    """The policy, of a model on the CPU: FSDP2 over all ranks (also over one), fp32 shards and
+    gradient sums, bf16 compute on GPUs, activations recomputed in the backward pass. Adds
+    .logprobs(ids). cpu_offload keeps shards, gradients and Adam in the CPU's memory."""
+    options = {}
+    if torch.cuda.is_available():
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = bf16
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for layer in model.base_model.layers:
-        fully_shard(layer, mp_policy=precision)
-    fully_shard(model, mp_policy=precision)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     model.logprobs = types.MethodType(logprobs, model)
     register_fsdp_forward_method(model, "logprobs")
     if hasattr(model, "activation_checkpointing_enable"):
@@ -404,7 +467,10 @@ def logprobs(model, ids):
     return F.pad(token_logprobs(hidden[:, :-1], model.lm_head, ids[:, 1:]), (1, 0))
 
 
-def token_logprobs(hidden, lm_head, targets, chunk=1024):
+LOGITS_AT_ONCE = 1024  # tokens
+
+
+def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
     """log softmax(lm_head(hidden))[targets], hidden [..., D], targets [...] -> [...], fp32.
 
     Never holds all the logits: a chunk of tokens at a time, recomputed in the backward pass. The
@@ -483,6 +549,12 @@ def init_ranks():
     if dist.get_rank() > 0:  # one rank speaks for all
         for handler in logging.getLogger().handlers:
             handler.setLevel(logging.ERROR)
+    return compute_device()
+
+
+def compute_device():
+    """Where this rank computes."""
+    cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 

@@ -40,6 +40,7 @@ from data import (
 )
 from evaluate import evaluate
 from policy import (
+    compute_device,
     copy_weights,
     encode_prompt,
     gather,
@@ -47,6 +48,7 @@ from policy import (
     load,
     load_model,
     microbatches,
+    require_memory,
     sample,
     shard,
 )
@@ -79,6 +81,7 @@ def parse_args():
     add("--epochs", type=int, help="(default: 5, as the paper for MATH; it has 1 for WebInstruct)")
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--microbatch-tokens", type=int, default=16384, help="in one forward and backward pass")
+    add("--cpu-offload", action="store_true", help="policy and Adam in the CPU's memory (slower)")
     add("--seed", type=int, default=0)
     # evaluation: at the start, every so many steps, and at the end
     add("--eval-dataset", help="data set by name or file (default: none)")
@@ -158,8 +161,10 @@ def main():
         if rank == 0:
             toy.warm_start(args.model, args.seed)
         dist.barrier()
+    longest_row = args.max_prompt_tokens + args.max_new_tokens
+    require_memory(args.model, args.microbatch_tokens, longest_row, args.cpu_offload)
     actor, tokenizer = load(args.model, device)
-    policy = shard(load_model(args.model, device, torch.float32))
+    policy = shard(load_model(args.model, "cpu", torch.float32), args.cpu_offload)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
     needs_verifier = args.reward == "general-verifier"
     verifier = load(args.verifier_model, device, scores=False) if needs_verifier else None
@@ -242,7 +247,7 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
     The loss is a sum over tokens and a mean over samples. If the gradient is not finite, nothing is
     changed.
     """
-    device, world, samples = policy.lm_head.weight.device, dist.get_world_size(), len(rows)
+    device, world, samples = compute_device(), dist.get_world_size(), len(rows)
     # A sample that earned what the others did teaches nothing. (Adam's step needs some gradient.)
     rows = [row for row in rows if any(row.weights)] or rows[:1]
     loss = torch.zeros((), device=device)

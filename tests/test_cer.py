@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import naive_logprobs, rollout_of, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
 
 import cer
 import data
@@ -185,6 +186,31 @@ def test_the_cut_into_micro_batches_changes_nothing(tokenizer, monkeypatch, fits
     monkeypatch.setattr(cer, "tokens_that_fit", lambda model: fits)
     monkeypatch.setattr(cer, "TREE_COLUMNS", columns)
     assert (check_against_naive(model, tokenizer, limit=1e-4) - whole).abs().max() < 1e-4
+
+
+def test_the_price_of_scoring(tokenizer):
+    """In floating-point operations, so that no clock is needed: against one full forward pass for
+    each pair, and of many answers against one."""
+    model, spelled = tiny_model(len(tokenizer)), tokenizer.encode("Ana has")
+    contexts = [spelled[:1] * (256 + 16 * j) for j in range(16)]
+    answers = [rf"\frac{{{i}}}{{7}}" for i in range(16)]
+
+    def flops(function):
+        with FlopCounterMode(display=False) as counter:
+            function()
+        return counter.get_total_flops()
+
+    def ours(U):
+        return flops(lambda: answer_logprobs(model, tokenizer, contexts, answers[:U]))
+
+    def naive():
+        for answer in answers[:11]:  # U = 10 and a*
+            ids = policy.pad([c + tokenizer.encode("{" + answer) for c in contexts])
+            with torch.no_grad():
+                model.base_model(input_ids=ids, use_cache=False)
+
+    assert flops(naive) > 8 * ours(11)
+    assert ours(16) < 3 * ours(1)
 
 
 def test_no_contexts_no_answers(tokenizer):

@@ -1,10 +1,14 @@
 import json
+import os
+import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
 import data
 import policy
@@ -159,7 +163,7 @@ def one_call(model, prompt, max_new_tokens):
 
 
 @pytest.mark.parametrize("piece", [1, 3, 256])
-@pytest.mark.parametrize("fits", [20, 10_000])
+@pytest.mark.parametrize("fits", [20, 60, 10_000])
 def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch, piece, fits):
     likely = [generate(loaded, PROMPTS, 9, temperature=0)[0][i][4] for i in (0, 1)]
     loaded.generation_config.eos_token_id = sorted(set(likely))  # so that rows end early
@@ -173,6 +177,28 @@ def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch, piece, fit
         p = logits.softmax(-1)
         assert entropy == pytest.approx(-(p * p.log()).sum(-1).mean().item(), abs=1e-4)
     assert len(set(map(len, rows))) > 1 and sum(finished) == len(PROMPTS)
+
+
+def test_finished_rows_cost_nothing(loaded, monkeypatch):
+    """What is decoded, in rows times steps, for lengths as training sees them (log-normal, cut at 4
+    times the mean): at least 1.5 times less than with one call that ends when the last row does."""
+    rng = random.Random(0)
+    lengths = [min(64, max(1, round(rng.lognormvariate(2.53, 0.7)))) for _ in range(64)]
+    decoded = []
+
+    class Ends(policy.EntropyProbe):  # the first token of a prompt says where its row ends
+        def __call__(self, ids, logits):
+            decoded.append(len(ids))
+            ends = torch.tensor(lengths)[ids[:, 0] - 5] == ids.shape[1]
+            logits = super().__call__(ids, logits)
+            logits[:, stops] = torch.where(ends, torch.inf, -torch.inf)[:, None]
+            return logits
+
+    stops = loaded.generation_config.eos_token_id
+    monkeypatch.setattr(policy, "EntropyProbe", Ends)
+    rows, _ = generate(loaded, [[5 + row] for row in range(64)], 64, piece=4, temperature=0)
+    assert [len(row) for row in rows] == lengths
+    assert 1.5 * sum(decoded) < 64 * max(lengths)
 
 
 def test_samples_follow_the_models_distribution(loaded):
@@ -242,6 +268,33 @@ def test_models_that_would_be_scored_wrongly_are_refused(tokenizer, tmp_path, co
         policy.load(tmp_path, "cpu")
 
 
+QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728, head_dim=128)
+QWEN3_4B |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=151_936)
+
+
+@pytest.mark.parametrize(
+    "available, offload, says",
+    [
+        (141, False, None),
+        (80, False, "about 72 GB .* 4.0B model at world size 1.* has 80 GB: .*torchrun on 2 GPUs"),
+        (48, False, "48 GB: use torchrun on 3 GPUs or --cpu-offload$"),
+        (48, True, None),
+        (80, True, None),
+        (4, False, "use a smaller model"),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused(tmp_path, monkeypatch, available, offload, says):
+    config = Qwen3Config(**QWEN3_4B, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(policy.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(policy, "memory", lambda: (available, "this GPU"))
+    if says is None:
+        policy.require_memory(tmp_path, 16_384, 6144, offload)
+    else:
+        with pytest.raises(InputError, match=says):
+            policy.require_memory(tmp_path, 16_384, 6144, offload)
+
+
 def test_a_directory_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with pytest.raises(InputError, match="not a Hugging Face model directory"):
@@ -264,6 +317,34 @@ def test_chunked_logprobs_equal_the_log_softmax(chunk):
         assert torch.allclose(a, b, atol=1e-4)
 
 
+def peak_gib(function):
+    """How much memory the process grows at most; Linux resets its peak on request."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import measure
+
+    return measure.measure(function)[2]
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+def test_the_logits_of_long_rows_are_never_all_held():
+    lm_head = torch.nn.Linear(16, 40_000, bias=False)
+
+    def grown(tokens, logprobs):
+        hidden, ids = torch.randn(tokens, 16, requires_grad=True), torch.zeros(tokens).long()
+        return peak_gib(lambda: logprobs(hidden, ids).sum().backward())
+
+    def chunked(hidden, ids):
+        return policy.token_logprobs(hidden, lm_head, ids, chunk=256)
+
+    def naive(hidden, ids):
+        return lm_head(hidden).log_softmax(-1).gather(1, ids[:, None])
+
+    logits = 4096 * 40_000 * 4 / 2**30  # GiB, in fp32
+    assert grown(4096, naive) > 1.5 * logits
+    long, short = grown(4096, chunked), grown(512, chunked)
+    assert long < 0.35 * logits and long < short + 0.1 * logits
+
+
 def example_rows(rows=13, vocabulary_size=64):
     generator = torch.Generator().manual_seed(3)
     lengths = [2 + (i * i) % 29 for i in range(rows)]
@@ -277,11 +358,11 @@ def example_rows(rows=13, vocabulary_size=64):
 
 
 @pytest.mark.parametrize("family, tied", [("qwen3", True), ("qwen3", False), ("llama", False)])
-@pytest.mark.parametrize("budget", [1, 64, 10_000])
-def test_the_sharded_policy_has_the_gradient_of_the_formula(family, tied, budget):
+@pytest.mark.parametrize("budget, cpu_offload", [(1, False), (64, True), (10_000, False)])
+def test_the_sharded_policy_has_the_gradient_of_the_formula(family, tied, budget, cpu_offload):
     """FSDP2, checkpointing, chunks, padding and micro-batches against one row at a time."""
     naive, sharded = (tiny_model(64, family, tied, initializer_range=0.1) for _ in range(2))
-    sharded, rows = policy.shard(sharded), example_rows()
+    sharded, rows = policy.shard(sharded, cpu_offload), example_rows()
     for row in rows:
         ids = torch.tensor([row.ids])
         logp = naive(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
