@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from policy import batches, pad, tokens_that_fit, vocabulary
+from policy import batches, pad, tokens_that_fit
+from vocabulary import vocabulary
 
 # ---------------------------------------------------------------------------------- the mathematics
 
@@ -226,3 +227,44 @@ def cer_reward(model, tokenizer, rollout, M):
         if rollout.answers[i] or not a_star:
             R[i] = reward[row[rollout.answers[i]]]
     return R, Group(answers, columns, log_W, log_P)
+
+
+# ------------------------------------------------------------------------------- a demonstration
+
+
+def demonstration():
+    """CER on three solutions and four answers, small enough to check by hand."""
+    torch.manual_seed(0)
+    answers = ["14", "14 eggs", "18", "9"]
+    prior = torch.tensor([0.5, 0.3, 0.2])
+    likelihood = torch.tensor(
+        [
+            [0.45, 0.45, 0.05, 0.05],  # s_1: 3*4=12; 12+2=14
+            [0.05, 0.05, 0.85, 0.05],  # s_2: 4+2=6; 3*6=18
+            [0.02, 0.02, 0.06, 0.90],  # s_3: 3+4=7; 7+2=9
+        ]
+    )
+    rho, p_answer = exact_cer(prior, likelihood)[:, 0], prior @ likelihood
+
+    def show(name, values):
+        print(f"{name:36}", *(f"{value:>8.3f}" for value in values.tolist()))
+
+    print('q = "3 bags of 4 eggs and 2 more eggs. How many eggs?"    a* = 14\n')
+    show("prior pi(s|q)", prior)
+    show("likelihood pi(a*|s,q)", likelihood[:, 0])
+    print(f"\n{'answer a':36}", *(f"{answer:>8}" for answer in answers))
+    show("pi(a|q)", p_answer)
+    show("exact match with a*", torch.eye(4)[0])
+    show("CER rho(a, a*)             (Eq. 3)", rho)
+    for M in 4, 16, 1024:
+        s = torch.multinomial(prior, M, replacement=True)  # solutions, sampled
+        show(
+            f"D^-1 W P, {M:4} samples    (Eq. 8)",
+            cer(likelihood[s].T.log(), likelihood[s, 0].log()),
+        )
+    print("\nTheorem 2: over the model's own answers both pay the same,")
+    print(f"    mean exact match {p_answer[0]:.6f}    mean CER {p_answer @ rho:.6f}")
+
+
+if __name__ == "__main__":
+    demonstration()

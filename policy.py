@@ -8,10 +8,7 @@ The only file that knows padding, masks and the shift by one. Two copies of the 
 On a CPU both compute in fp32.
 """
 
-import bisect
 import datetime
-import functools
-import json
 import logging
 import os
 import types
@@ -39,106 +36,11 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from data import InputError, Problem, chat_messages, first_line, split_answer
+from data import InputError, Problem, chat_messages, first_line
+from vocabulary import vocabulary
 
 # A base model ends its text with one token, a chat model its turn with another: stop on either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
-
-
-# ----------------------------------------------------------------------------------- the vocabulary
-
-
-class Vocabulary:
-    """The bytes of every token, and which tokens begin with given bytes.
-
-    Token boundaries do not follow characters: `}` may be sampled as the token `}$`, and half of an
-    emoji may be one token. So text is located and answers are scored on bytes. Special tokens have
-    no bytes.
-    """
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.bytes = token_bytes(tokenizer)  # id -> bytes
-        self.order = sorted(range(len(self.bytes)), key=self.bytes.__getitem__)
-        self.sorted = [self.bytes[i] for i in self.order]
-        # A context ends just before the brace, and what is scored begins with it.
-        for text in r"so \boxed", "{14":
-            if self.join(self.encode(text)) != text.encode():
-                raise InputError(f"the tokenizer does not give {text!r} back: it cannot be scored")
-        if self.locate_answer(self.encode(r"so \boxed{14}")) is None:
-            raise InputError(r"the tokenizer merges 'boxed' and '{': no answer can be cut out")
-
-    def __len__(self):
-        return len(self.bytes)
-
-    def encode(self, text):
-        """Text -> ids. A special token's name in the text is text, as it is in an answer. Where the
-        tokenizer normalises (Qwen's composes accents), the normalised spelling is meant."""
-        options = {"add_special_tokens": False, "split_special_tokens": True}
-        return self.tokenizer.encode(text, **options)
-
-    def join(self, ids):
-        return b"".join(self.bytes[i] for i in ids)
-
-    def beginning_with(self, prefix):
-        """Ids of the tokens whose bytes begin with `prefix` (which ends in "}", so its last byte
-        can be raised)."""
-        low = bisect.bisect_left(self.sorted, prefix)
-        high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))
-        return self.order[low:high]
-
-    def locate_answer(self, ids):
-        r"""Sampled ids -> (cut, answer), or None. ids[:cut] is the solution: it ends just before
-        the brace of the last closed \boxed{answer}. The ids are cut as sampled, never re-tokenised;
-        if the brace lies inside a token, which is rare, there is no such cut and so no answer."""
-        pieces = [self.bytes[i] for i in ids]
-        # surrogateescape keeps the bytes of broken characters, so that offsets hold.
-        text = b"".join(pieces).decode("utf-8", "surrogateescape")
-        found = split_answer(text)
-        if found is None:
-            return None
-        brace = len(text[: found[0]].encode("utf-8", "surrogateescape"))
-        offset = 0
-        for cut, piece in enumerate(pieces):
-            if offset == brace and piece:
-                return cut, found[1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            offset += len(piece)
-        return None
-
-
-@functools.lru_cache(maxsize=8)
-def vocabulary(tokenizer):
-    return Vocabulary(tokenizer)
-
-
-def token_bytes(tokenizer):
-    """The bytes each token stands for, [len(tokenizer)]; b"" for special tokens and unused ids."""
-    if not tokenizer.is_fast:
-        raise InputError("a fast tokenizer (tokenizer.json) is needed")
-    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
-    if "ByteLevel" in decoder:  # GPT-2's family: each byte is written as one printable character
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [b for b in range(256) if b not in printable]
-        byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-        def spell(token):
-            return bytes(byte[c] for c in token)
-    elif "ByteFallback" in decoder:  # SentencePiece's family: "▁" is a space, <0x0A> a byte
-
-        def spell(token):
-            is_byte = len(token) == 6 and token.startswith("<0x")
-            return bytes([int(token[3:5], 16)]) if is_byte else token.replace("▁", " ").encode()
-    else:
-        raise InputError("the tokenizer is neither byte-level nor byte-fallback BPE: not supported")
-
-    added = tokenizer.added_tokens_decoder
-    table = []
-    for i, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
-        if i in added:
-            table.append(b"" if added[i].special else added[i].content.encode())
-        else:
-            table.append(b"" if token is None else spell(token))
-    return table
 
 
 # ------------------------------------------------------------------------------------------ loading

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 import toy
 from cer import answer_logprobs, cer_reward
-from policy import generate, vocabulary
+from policy import generate
+from vocabulary import vocabulary
 
 
 @dataclass(frozen=True)

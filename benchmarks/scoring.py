@@ -17,7 +17,8 @@ from tqdm import tqdm
 import policy
 from cer import answer_logprobs, cer_reward
 from data import Parser, Problem, run_script
-from policy import Rollout, pad, vocabulary
+from policy import Rollout, pad
+from vocabulary import vocabulary
 
 
 @torch.no_grad()

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 import policy
 import rewards
 from data import Parser, Problem, require, run_script
-from policy import Rollout, vocabulary
+from policy import Rollout
 from rloo import leave_one_out, rloo_rows
 from train import update
+from vocabulary import vocabulary
 
 MEASURED = [name for name in rewards.REWARDS if name != "general-verifier"]
 

@@ -18,7 +18,8 @@ from transformers import (
 import data
 import policy
 import toy
-from policy import Rollout, vocabulary
+from policy import Rollout
+from vocabulary import vocabulary
 
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 

@@ -12,7 +12,7 @@ import cer
 import data
 import policy
 from cer import answer_logprobs, cer_reward, choose_columns, exact_cer
-from policy import vocabulary
+from vocabulary import vocabulary
 
 torch.set_printoptions(precision=8)
 

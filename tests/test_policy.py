@@ -13,7 +13,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 import data
 import policy
 from data import InputError, split_answer
-from policy import Rollout, Row, generate, microbatches, pad, sample, vocabulary
+from policy import Rollout, Row, generate, microbatches, pad, sample
+from vocabulary import Vocabulary, vocabulary
 
 # ----------------------------------------------------------------------------------- the vocabulary
 
@@ -108,7 +109,7 @@ def test_a_brace_inside_a_token_is_no_answer(tokenizer):
     vocab = vocabulary(tokenizer)
     vocab_bytes = list(vocab.bytes)
     merged = len(vocab_bytes)
-    glued = object.__new__(policy.Vocabulary)
+    glued = object.__new__(Vocabulary)
     glued.bytes = [*vocab_bytes, b"boxed{1"]
     ids = [*vocab.encode("\\"), merged, *vocab.encode("4}")]
     assert glued.join(ids) == b"\\boxed{14}" and glued.locate_answer(ids) is None

@@ -9,8 +9,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import policy
 import toy
 import train
-from policy import vocabulary
 from rloo import leave_one_out, policy_gradient_loss
+from vocabulary import vocabulary
 
 
 def test_each_sample_is_compared_with_the_mean_of_the_others():
