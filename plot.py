@@ -9,6 +9,7 @@ the end with -1). Figures are written as SVG, or as whatever --out ends in.
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import matplotlib
@@ -52,7 +53,7 @@ def draw_group(group, out):
     at = [group["columns"].index(j) for j in columns]
     W = []
     for i in rows:
-        row = [0.0] * len(at)
+        row = [math.nan] * len(at)  # no answer, no row of W
         if answers[i] is not None:
             row = [group["W"][rows_of_W.index(answers[i])][k] for k in at]
         W.append([w / (sum(row) or 1.0) for w in row])
@@ -76,6 +77,8 @@ def draw_group(group, out):
         scale = PowerNorm(0.5, vmin=0, vmax=1.3 * top)
         axis.imshow(values, cmap=colours, norm=scale, aspect="auto")
         for y, x in itertools.product(range(len(values)), range(len(values[0]))):
+            if math.isnan(values[y][x]):
+                continue
             ink = "white" if values[y][x] > 0.6 * top else "#222222"
             digits = 2 if axis is axes[1] else 3
             text = f"{values[y][x]:.{digits}f}".removeprefix("0")
@@ -83,6 +86,7 @@ def draw_group(group, out):
         axis.set_title(title, fontsize=10)
         axis.set_xticks([]), axis.set_yticks([])
         axis.spines[:].set_visible(False)
+    axes[2].set_ylim(axes[0].get_ylim())  # cells of one height, also with fewer columns than rows
     # A line wherever the answer changes: what lies between two lines is one and the same answer.
     for y in range(1, len(rows)):
         if answers[rows[y]] != answers[rows[y - 1]]:
@@ -101,7 +105,8 @@ def draw_group(group, out):
     axes[2].tick_params(length=0)
     question = shorten(" ".join(group["question"].split()), 100)
     reference = shorten(group["reference"], 60)
-    title = f"{question}\nreference a* = {reference}, step {group['step']}"
+    title = f"{question}\nreference a* = {reference}"
+    title += f", step {group['step']}" if group["step"] else ""
     figure.suptitle(title, fontsize=10, y=1.0, va="top")
     save(figure, out)
 

@@ -101,20 +101,8 @@ class RunFiles:
 
     def keep_samples(self, step, rollouts, rewards, notes):
         with open(self.out / "samples.jsonl", "a") as file:
-            for rollout, R, note in list(zip(rollouts, rewards, notes))[: self.GROUPS_A_STEP]:
-                record = {
-                    "step": step,
-                    "question": rollout.problem.question,
-                    "reference": rollout.problem.reference,
-                    "texts": rollout.texts,
-                    "answers": rollout.answers,
-                    "R": R.tolist(),
-                }
-                if "group" in note:
-                    group = note["group"]
-                    record |= {"distinct_answers": group.answers, "columns": group.columns}
-                    record |= {"W": rounded(group.log_W.exp()), "P": rounded(group.log_P.exp())}
-                file.write(json.dumps(record) + "\n")
+            for group in list(zip(rollouts, rewards, notes))[: self.GROUPS_A_STEP]:
+                file.write(json.dumps(sample_record(step, *group)) + "\n")
 
     def summarise(self, last_step):
         lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
@@ -133,6 +121,23 @@ class RunFiles:
         if scores:
             before, after = scores[0]["pass_at_1"], scores[-1]["pass_at_1"]
             print(f"  pass@1  {before:.3f} before, {after:.3f} after, on {self.args.eval_dataset}")
+
+
+def sample_record(step, rollout, R, notes):
+    """One group for samples.jsonl: what plot.py draws."""
+    record = {
+        "step": step,
+        "question": rollout.problem.question,
+        "reference": rollout.problem.reference,
+        "texts": rollout.texts,
+        "answers": rollout.answers,
+        "R": R.tolist(),
+    }
+    if "group" in notes:
+        group = notes["group"]
+        record |= {"distinct_answers": group.answers, "columns": group.columns}
+        record |= {"W": rounded(group.log_W.exp()), "P": rounded(group.log_P.exp())}
+    return record
 
 
 def keep_steps_before(first_step, path):
