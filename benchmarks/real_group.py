@@ -30,6 +30,18 @@ QUESTIONS = [
 ]
 
 
+def worked_prompt(tokenizer, question):
+    """The prompt of train.py as token ids, after the worked turns."""
+    require(tokenizer.chat_template, "the model has no chat template")
+    messages = [{"role": "system", "content": SYSTEM}]
+    for asked, solution, answer in WORKED:
+        messages.append({"role": "user", "content": f"{asked}\n{INSTRUCTION}"})
+        text = rf"{solution} The answer is \boxed{{{answer}}}."
+        messages.append({"role": "assistant", "content": text})
+    messages.append({"role": "user", "content": f"{question}\n{INSTRUCTION}"})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
 def main():
     parser = Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face id or directory")
@@ -40,15 +52,8 @@ def main():
     args = parser.parse_args()
     require(0 <= args.question < len(QUESTIONS), f"--question must be under {len(QUESTIONS)}")
     model, tokenizer = policy.load(args.model, policy.init_ranks())
-    require(tokenizer.chat_template, f"{args.model} has no chat template")
     problem = Problem(*QUESTIONS[args.question])
-    messages = [{"role": "system", "content": SYSTEM}]
-    for question, solution, answer in WORKED:
-        messages.append({"role": "user", "content": f"{question}\n{INSTRUCTION}"})
-        text = rf"{solution} The answer is \boxed{{{answer}}}."
-        messages.append({"role": "assistant", "content": text})
-    messages.append({"role": "user", "content": f"{problem.question}\n{INSTRUCTION}"})
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompt = worked_prompt(tokenizer, problem.question)
     torch.manual_seed(args.seed)
     rollout = policy.sample(model, tokenizer, [problem], [prompt], args.samples, 64)[0]
     R, group = cer_reward(model, tokenizer, rollout, M=args.samples)

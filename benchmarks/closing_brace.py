@@ -1,0 +1,68 @@
+"""Is pi(a|s,q) the probability that the model gives answer a? Three ways to score it, against what
+the model samples after one context.
+
+    python benchmarks/closing_brace.py --model DIR
+
+For a list of answers, the sum of their probabilities should be the share of samples that give one
+of them. "no brace" scores the answer's tokens after `\\boxed{`; "plain" the tokens of "{answer}" as
+the tokenizer spells it; "cover" is answer_logprobs.
+"""
+
+import measure
+import torch
+
+import policy
+from cer import answer_logprobs
+from data import Parser, run_script
+from policy import pad
+from vocabulary import vocabulary
+
+COLOURS = "red orange yellow green blue purple violet indigo black white pink brown grey".split()
+LISTS = {
+    "0, 1, ... 199": ("How many days are in 2 weeks? The answer is $\\boxed", map(str, range(200))),
+    "colours in \\text{}": (
+        "What colour is grass? The answer is $\\boxed{\\text{green}}$.\n"
+        "What colour is the sky? The answer is $\\boxed",
+        [rf"\text{{{colour}}}" for colour in COLOURS],
+    ),
+}
+
+
+@torch.no_grad()
+def sum_logprobs(model, context, continuations):
+    """log pi of the given token ids after a context -> [len(continuations)]."""
+    logp = policy.logprobs(model, pad([context + ids for ids in continuations]).to(model.device))
+    return torch.stack([row[len(context) :][: len(i)].sum() for row, i in zip(logp, continuations)])
+
+
+def main():
+    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", required=True, help="Hugging Face id or directory")
+    parser.add_argument("--samples", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", help="also write the table to this file")
+    args = parser.parse_args()
+    model, tokenizer = policy.load(args.model, policy.init_ranks())
+    torch.manual_seed(args.seed)
+    vocab, rows = vocabulary(tokenizer), []
+    for name, (text, answers) in LISTS.items():
+        answers, context = list(answers), vocab.encode(text)
+        sampled, _ = policy.generate(model, [context] * args.samples, 12)
+        found = [vocab.locate_answer(context + ids) for ids in sampled]
+        given = sum(f is not None and f[0] == len(context) and f[1] in answers for f in found)
+        after_brace = context + vocab.encode("{")
+        p = {
+            "no brace": sum_logprobs(model, after_brace, [vocab.encode(a) for a in answers]),
+            "plain": sum_logprobs(model, context, [vocab.encode(f"{{{a}}}") for a in answers]),
+            "cover": answer_logprobs(model, tokenizer, [context], answers)[:, 0],
+        }
+        sums = [f"{log_p.exp().sum():.3f}" for log_p in p.values()]
+        rows.append([name, f"{given / args.samples:.3f}", *sums])
+    header = ["answers", "share of the samples", "no brace", "plain", "cover"]
+    note = f"{args.samples} samples of one context each. {measure.where()}"
+    measure.write(measure.markdown(header, rows) + "\n\n" + note, args.out)
+    policy.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_script(main)
