@@ -78,6 +78,23 @@ def test_two_steps_of_training(script, tmp_path, toy_model_dir, reward):
     assert AutoTokenizer.from_pretrained(run / "checkpoints" / "step-2").chat_template
 
 
+def test_every_flag_is_taken(script, tmp_path, toy_model_dir):
+    flags = f"--model {toy_model_dir} --dataset toy --reward cer --questions 2 --samples 3 --m 2"
+    flags += f" --verifier-model {toy_model_dir} --max-prompt-tokens 64 --max-new-tokens 20"
+    flags += " --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100 --cpu-offload --seed 3"
+    flags += " --eval-dataset toy-test --eval-every 1 --eval-limit 3 --eval-runs 2 --keep 1"
+    flags += " --eval-temperature 0.5 --eval-top-p 0.9 --eval-top-k 5 --out run --save-every 1"
+    code, help_text, _ = script(train, "--help")
+    named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
+    assert code == 0 and named - {"--resume", "--epochs"} == set(
+        re.findall(r"--[a-z][\w-]*", flags)
+    )
+    code, _, err = script(train, flags)
+    assert code == 0, err
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert names == ["step-2"] and len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
 @pytest.fixture
 def stopped_run(script, tmp_path, toy_model_dir):
     """A run of 4 steps, and the same run as a crash after its third step would leave it."""

@@ -1,0 +1,88 @@
+"""The figures are drawn from a run's files, and what cannot be drawn is refused in one line."""
+
+import json
+
+import matplotlib.pyplot as plt
+import pytest
+from test_scripts import script  # noqa: F401  a fixture
+
+import plot
+
+GROUP = {
+    "step": 3,
+    "question": "How many?\nIn $ and % of \\frac{1}{2}",
+    "reference": "14",
+    "answers": ["15", "14 eggs", None, "14", "14 eggs", ""],
+    "R": [0.1, 0.6, 0.0, 0.7, 0.6, 0.0],
+    "distinct_answers": ["15", "14 eggs", "14", ""],
+    "columns": [0, 1, 3, 4, 5],
+    "W": [[0.9, 0, 0, 0, 0], [0, 0.2, 0.1, 0.2, 0], [0, 0.1, 0.5, 0.1, 0], [0, 0, 0, 0, 0]],
+    "P": [0.0, 0.5, 0.6, 0.5, 0.0],
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two runs that differ in the seed, and one of another reward."""
+    for name, reward, seed in ("a", "cer", 0), ("b", "cer", 1), ("c", "exact", 0):
+        directory = tmp_path / name
+        directory.mkdir()
+        config = {"flags": {"reward": reward, "seed": seed, "m": 8}}
+        (directory / "config.json").write_text(json.dumps(config))
+        lines = [{"step": 0, "pass_at_1": 0.3}]
+        for step in range(1, 21):
+            line = {"step": step, "reward": 0.1 + seed, "exact_match": 0.1, "solution_tokens": 9}
+            lines.append(line | ({"pass_at_1": 0.4} if step % 10 == 0 else {}))
+        (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        group = GROUP if reward == "cer" else {k: v for k, v in GROUP.items() if k != "W"}
+        (directory / "samples.jsonl").write_text(json.dumps(group) + "\n")
+    return tmp_path
+
+
+def drawn(monkeypatch):
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    return figures
+
+
+def test_the_matrices_of_a_question(script, run, monkeypatch):  # noqa: F811
+    figures = drawn(monkeypatch)
+    code, out, err = script(plot, "a --question -1")
+    assert code == 0 and out.strip() == "a/question--1.svg", err
+    assert 5_000 < (run / "a" / "question--1.svg").stat().st_size < 300_000
+    R, W, P = figures[0].axes
+    labels = [label.get_text() for label in R.get_yticklabels()]
+    assert labels == ["=  14", "14 eggs", "14 eggs", "15", "(empty)", "(no answer)"]
+    shown = [text.get_text() for text in R.texts]
+    assert shown == [".700", ".600", ".600", ".100", ".000", ".000"]
+    first_row = [text.get_text() for text in W.texts[:5]]  # of "14": .5 .1 .1 of .7, columns sorted
+    assert first_row == [".71", ".14", ".14", ".00", ".00"]
+    assert len(W.texts) == 5 * 5 and len(P.texts) == 5  # nothing in the row without an answer
+
+
+def test_learning_curves_join_the_seeds(script, run, monkeypatch):  # noqa: F811
+    figures = drawn(monkeypatch)
+    code, out, err = script(plot, "a b c --out curves.png")
+    assert code == 0 and (run / "curves.png").stat().st_size < 200_000, err
+    reward, pass_at_1, _, _ = figures[0].axes
+    assert [text.get_text() for text in figures[0].legends[0].texts] == ["cer", "exact"]
+    assert reward.lines[0].get_ydata()[-1] == pytest.approx(0.6)  # the mean of .1 and 1.1
+    assert list(pass_at_1.lines[0].get_xdata()) == [0, 10, 20]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ("nowhere", "no nowhere/config.json: is nowhere a run of train.py?"),
+        ("nowhere --question 0", "no nowhere/samples.jsonl"),
+        ("a --question 1", "--question must be from 0 to 0, got 1"),
+        ("a b --question 0", "--question takes one RUN"),
+        ("c --question 0", "this group has no W"),
+        ("a --out picture.xyz", "expected a name that ends in .svg or .png"),
+    ],
+)
+def test_bad_input_to_plot(script, run, arguments, says):  # noqa: F811
+    before = sorted(run.rglob("*"))
+    code, out, err = script(plot, arguments)
+    assert code == 2 and says in err and len(err.splitlines()) == 1
+    assert sorted(run.rglob("*")) == before
