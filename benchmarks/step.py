@@ -11,6 +11,7 @@ as it is, and as one call for each batch of which no finished row is dropped.
 
 import math
 import random
+from unittest import mock
 
 import measure
 import torch
@@ -51,8 +52,6 @@ def main():
     require(1 <= args.distinct <= args.samples, "--distinct must be from 1 to --samples")
 
     actor, tokenizer = measure.set_up(args)
-    if args.kv_tokens:
-        policy.tokens_that_fit = lambda model: args.kv_tokens
     rng, N = random.Random(args.seed), args.samples
     rollouts = [rollout(vocabulary(tokenizer), rng, args) for _ in range(args.questions)]
     lengths = [len(ids) for r in rollouts for ids in r.completions]
@@ -153,13 +152,16 @@ def sampling(actor, lengths, args, piece):
             logits[at_end, stop[0]] = 0.0
             return logits
 
-    with tqdm(total=len(lengths), desc="sample", unit="row", leave=False) as bar:
-        probe, policy.EntropyProbe = policy.EntropyProbe, Ends
+    room = args.kv_tokens or policy.tokens_that_fit(actor)
+    with (
+        tqdm(total=len(lengths), desc="sample", unit="row", leave=False) as bar,
+        mock.patch.object(policy, "EntropyProbe", Ends),
+        mock.patch.object(policy, "tokens_that_fit", lambda model: room),
+    ):
         settings = dict(piece=piece, progress=bar.update)
         (rows, _), seconds, peak = measure.measure(
             lambda: policy.generate(actor, prompts, args.max_new_tokens, **settings)
         )
-        policy.EntropyProbe = probe
     assert [len(row) for row in rows] == lengths
     return seconds, sum(lengths) / seconds, peak
 
