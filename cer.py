@@ -14,9 +14,9 @@ With N samples (s_i, a_i) of one question, and M of the solutions to average ove
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
 A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
-is paid; a wrong answer mostly comes from others, and is paid little. Averaged over the samples the
-reward equals that of exact match (Theorem 2): CER pays no more, it spreads the pay over all the
-answers that deserve it.
+is paid; a wrong answer mostly comes from others, and is paid little. In expectation over the
+model's answers the reward equals that of exact match (Theorem 2): CER pays no more, it spreads the
+pay over all the answers that deserve it.
 
 The first half of this file is the mathematics, pure functions of tensors. The second half fills W
 and P from a model.
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from policy import batches, pad, tokens_that_fit
+from policy import batches, pad
 from vocabulary import vocabulary
 
 # ---------------------------------------------------------------------------------- the mathematics
@@ -61,8 +61,9 @@ def choose_columns(U, answer_of_column, M):
 
     Eq. 8 leaves this open. For each answer the solutions that produced it come first, then others
     at random. If all answers shared the same M solutions, M = 1 would give them all the same reward
-    and every advantage would be 0. (With M = N the mean reward is exactly the mean of P, as
-    Theorem 2 wants; with 1 < M < N preferring an answer's own solutions lifts it a little.)
+    and every advantage would be 0. (With M = N the reward's expectation over the answers
+    sampled after these solutions is exactly the mean of P, as Theorem 2 wants; with 1 < M < N
+    preferring an answer's own solutions lifts it a little.)
     """
     own = torch.arange(U)[:, None] == torch.tensor(answer_of_column)  # [U, columns]
     rank = (own + torch.rand(own.shape)).argsort(dim=1, descending=True).argsort(dim=1)
@@ -109,7 +110,7 @@ def answer_logprobs(model, tokenizer, contexts, answers):
 
     order = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
     lengths = [len(contexts[j]) + max(len(tree.tokens) for tree in trees) for j in order]
-    for start, end in batches(lengths, min(TOKENS_AT_ONCE, tokens_that_fit(model))):
+    for start, end in batches(lengths, TOKENS_AT_ONCE):
         rows = order[start:end]
         out[:, rows] = score_contexts(model, [contexts[j] for j in rows], trees)
     return out

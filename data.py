@@ -309,10 +309,8 @@ def split_answer(text):
     never closes is passed over for an earlier one that does. The answer is not stripped: " 14 " is
     not "14".
     """
-    found, opened = (
-        None,
-        [],
-    )  # opened: the braces not yet closed, as (offset, whether it opens a box)
+    found = None
+    opened = []  # the braces not yet closed, as (offset, whether it opens a box)
     for mark in BRACES.finditer(text):
         if mark[0] == "}":
             offset, is_box = opened.pop() if opened else (0, False)
@@ -323,6 +321,5 @@ def split_answer(text):
     return found
 
 
-BRACES = re.compile(
-    r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL
-)  # the box, any other escape, a plain brace
+# The box, any other escape, a plain brace.
+BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)

@@ -1,6 +1,6 @@
 """pass@1 of a model over k runs: a function that train.py calls, and a script.
 
-    python evaluate.py --model runs/RUN/checkpoints/step-1170 --dataset math500,amc23,aime24
+    python evaluate.py --model runs/RUN/checkpoints/step-1171 --dataset math500,amc23,aime24
 
 The sampler is the one that trains, at the paper's evaluation settings: temperature 0.6, top-p 0.95,
 top-k 20.
@@ -64,9 +64,8 @@ def evaluate(model, tokenizer, problems, runs, seed=0, name="evaluation", **sett
         for k, rollout in enumerate(rollouts)
         for i in range(runs)
     ]
-    records = sorted(
-        gather(records), key=lambda record: record["index"]
-    )  # sorted() keeps the order of the runs
+    # By question; sorted() keeps the order of the runs.
+    records = sorted(gather(records), key=lambda record: record["index"])
 
     def mean(values):
         return sum(values) / len(records)

@@ -43,6 +43,7 @@ def draw_group(group, out):
     """Fig. 2: R = (D^-1 W) P for one question. A row is a sample's answer, a column a sample's
     solution; both are sorted by reward, so that answers from the same solutions form a block."""
     require("W" in group, "this group has no W: it was not rewarded by CER")
+    require(group["columns"], "no sample of this group has an answer: there is nothing to draw")
     R, answers, rows_of_W = group["R"], group["answers"], group["distinct_answers"]
 
     def rank(i):  # the best first, equal answers side by side, those without an answer last
@@ -137,7 +138,10 @@ def draw_curves(runs, out, window=10):
     for run in runs:
         path = run / "config.json"
         flags = read_config(path)
-        key = json.dumps({k: v for k, v in flags.items() if k not in ("seed", "model", "out")})
+        # A seed of the toy has its own warm start: no other model, but another seed.
+        model = "" if "warm-start" in str(flags.get("model")) else flags.get("model")
+        flags = {k: v for k, v in flags.items() if k != "seed"} | {"model": model}
+        key = json.dumps(flags)
         groups.setdefault(key, []).append((flags, read_lines(run / "metrics.jsonl")))
     names = label_runs([members[0][0] for members in groups.values()])
 
@@ -177,7 +181,7 @@ def label_runs(all_flags):
     """The reward, and whatever else the runs do not share."""
     shared = all_flags[0].items()
     differ = {k for flags in all_flags for k, v in flags.items() if (k, v) not in shared}
-    differ -= {"reward", "seed", "model", "out", "verifier_model"}
+    differ -= {"reward", "verifier_model"}
     return [
         ", ".join([flags["reward"], *(f"{k} {flags[k]}" for k in sorted(differ))])
         for flags in all_flags

@@ -66,32 +66,38 @@ def load_model(name_or_dir, device, dtype):
 
 def require_memory(name_or_dir, microbatch_tokens, longest_row, cpu_offload):
     """Refuse a run that cannot fit before it loads anything: an estimate, from the shapes alone."""
-    config = from_pretrained(AutoConfig, name_or_dir)
-    with torch.device("meta"):
-        P = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    width = 2 if torch.cuda.is_available() else 4  # bytes of a value in the actor and activations
-    hidden, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    config, cuda = from_pretrained(AutoConfig, name_or_dir), torch.cuda.is_available()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        hidden, mlp, layers = config.hidden_size, config.intermediate_size, len(model.model.layers)
+    except Exception as error:  # a door: transformers refuses in a dozen ways
+        what = f"{name_or_dir}: not laid out as Llama, Qwen and most others are; not supported"
+        raise InputError(f"{what} ({first_line(error)})") from error
+    parameters = sum(p.numel() for p in model.parameters())
+    width = 2 if cuda else 4  # bytes of a value in the actor and of an activation
 
     def needed(ranks, tokens, cpu_offload):
         """-> GB for (the model, a micro-batch)."""
-        policy = 0 if cpu_offload else 16 * P / ranks  # fp32 weights, gradients, Adam's two moments
+        policy = 16 * parameters / ranks  # fp32 weights, gradients, Adam's two moments
+        policy = 0 if cpu_offload and cuda else policy
         kept = layers * hidden + 2 * (8 * hidden + 4 * mlp)  # each layer's input, and one layer
         logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
-        return (width * P + policy) / 1e9, (width * tokens * kept + logits) / 1e9
+        return (width * parameters + policy) / 1e9, (width * tokens * kept + logits) / 1e9
 
     (available, where), world = memory(), dist.get_world_size()
     tokens = max(microbatch_tokens, longest_row)
-    model, batch = needed(world, tokens, cpu_offload)
-    if model + batch <= available:
+    state, batch = needed(world, tokens, cpu_offload)
+    if state + batch <= available:
         return
-    ways = {f"torchrun on {k} GPUs": (k, tokens, cpu_offload) for k in range(world + 1, 65)}
+    ways = {f"torchrun on {k} GPUs": (k, tokens, cpu_offload) for k in range(world + 1, 65) if cuda}
     ways = dict([way for way in ways.items() if sum(needed(*way[1])) <= available][:1])
     ways["--cpu-offload"] = world, tokens, True
     ways[f"--microbatch-tokens {longest_row}"] = world, longest_row, cpu_offload
     ways = [way for way, how in ways.items() if sum(needed(*how)) <= available]
     raise InputError(
-        f"{name_or_dir} needs about {model:.0f} GB for weights, gradients and Adam of a "
-        f"{P / 1e9:.1f}B model at world size {world}, and {batch:.0f} GB for a micro-batch of "
+        f"{name_or_dir} needs about {state:.0f} GB for weights, gradients and Adam of a "
+        f"{parameters / 1e9:.1f}B model at world size {world}, and {batch:.0f} GB for a batch of "
         f"{tokens} tokens; {where} has {available:.0f} GB: "
         + (f"use {' or '.join(ways)}" if ways else "use a smaller model")
     )
@@ -125,7 +131,7 @@ def neutralise_generation(model, tokenizer):
     stops = model.generation_config.eos_token_id or []
     stops = {*([stops] if isinstance(stops, int) else stops), tokenizer.eos_token_id}
     stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
-    stops = sorted(stops - {None})
+    stops = sorted(i for i in stops - {None} if i < len(tokenizer))
     if not stops:
         raise InputError("neither the model nor the tokenizer names a token that ends the text")
     rows = model.get_input_embeddings().weight.shape[0]
@@ -260,9 +266,9 @@ def generate(model, prompts, max_new_tokens, piece=256, progress=None, **setting
 
     model.generate() runs in pieces of a few hundred tokens. Between pieces the finished rows leave
     the batch and the KV cache, so that the last long rows do not drag the others along. As many
-    rows start as fit in memory for one piece more; when the rest has grown too long to fit, some
-    wait with what they have and go on later. settings: of sampling_config. progress(k) is called
-    when k more rows are finished.
+    rows start as fit in memory for one piece more; when they have grown too long to fit, some wait
+    with what they have and go on later, in a batch of their own length. settings: of
+    sampling_config. progress(k) is called when k more rows are finished.
     """
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
     stops = set(model.generation_config.eos_token_id)
@@ -302,6 +308,8 @@ def generate(model, prompts, max_new_tokens, piece=256, progress=None, **setting
             if progress:
                 progress(len(alive) - len(keep))
             fit = max(1, budget // (out.sequences.shape[1] + piece))
+            if waiting and len(keep) < fit // 2:
+                fit = 0  # half empty: all wait, and the next batch is full
             waiting += [alive[row] for row in keep[fit:]]
             keep = keep[:fit]
             alive = [alive[row] for row in keep]
@@ -322,12 +330,14 @@ def pad(lists, left=False):
 
 
 def tokens_that_fit(model):
-    """Tokens of KV cache to hold at once: half of the GPU's free memory, or 4 GiB on a CPU."""
+    """Tokens to hold at once: their KV cache may take half of the GPU's free memory, or 4 GiB on a
+    CPU, and what one layer computes when they are read in the other half."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    values = 2 * config.num_hidden_layers * kv_heads * head_dim
-    bytes_a_token = values * model.dtype.itemsize  # Qwen3-4B in bf16: 144 KiB
+    kv = 2 * config.num_hidden_layers * kv_heads * head_dim
+    layer = 4 * (config.hidden_size + config.intermediate_size)
+    bytes_a_token = max(kv, layer) * model.dtype.itemsize  # Qwen3-4B in bf16: 144 KiB, by its KV
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0] // 2 // bytes_a_token

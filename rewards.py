@@ -1,8 +1,8 @@
-"""The paper's rewards by name: each takes a step's rollouts and yields R [N], in [0, 1], for one
-question after the other.
+"""The paper's rewards by name: each takes a step's rollouts and yields, for one question after the
+other, R [N] in [0, 1] and notes for the log ({"group": cer.Group} or {"verdicts": counts}).
 
 A sample without an answer (no closed box, or cut off by the length limit) earns 0 from every
-reward. Beside R each yields notes for the log: {"group": cer.Group} or {"verdicts": counts}.
+reward.
 """
 
 import logging

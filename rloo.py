@@ -8,6 +8,8 @@ log-probabilities, no clipping, and the gradient of -A log pi is the whole of th
 
 from policy import Row
 
+NEGLIGIBLE = 1e-6  # advantages of samples that all earn the same differ from 0 by rounding
+
 
 def leave_one_out(R):
     """R [N] -> A [N], A_i = R_i - mean of the other rewards (Eq. 7). N >= 2; [..., N] works too.
@@ -34,6 +36,8 @@ def verifree_rows(rollout, A, R, reference):
     the answer that was sampled. The solution's tokens weigh A_i, the reference's R_i = pi(a*|s_i):
 
         grad E[ pi(a*|s) ] = E[ pi(a*|s) grad log pi(s) + pi(a*|s) grad log pi(a*|s) ]
+
+    R_i counts every token that closes the box; what is taught is one spelling, the tokenizer's.
     """
     prompt = rollout.prompt
     samples = zip(rollout.completions, rollout.cuts, rollout.answers, A.tolist(), R.tolist())

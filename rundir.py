@@ -14,10 +14,11 @@ import time
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import distribute_tensor
 
 from data import InputError, first_line, parse_json, write_whole
-from policy import gather
+from policy import compute_device, gather
+from rloo import NEGLIGIBLE
 
 logger = logging.getLogger("train")
 
@@ -28,7 +29,7 @@ logger = logging.getLogger("train")
 def describe(rollout, R, A, notes):
     """One question's group in numbers, for the log."""
     N, verdicts = len(R), notes.get("verdicts", {})
-    all_earn_the_same = float(A.abs().max() < 1e-6)  # nothing to learn here
+    all_earn_the_same = float(A.abs().max() <= NEGLIGIBLE)  # nothing to learn here
     return {
         "reward": R.mean().item(),
         "exact_match": sum(a == rollout.problem.reference for a in rollout.answers) / N,
@@ -176,15 +177,14 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     """out/checkpoints/step-K/: a Hugging Face directory, and training.pt, from which --resume goes
     on. Written beside and renamed, and renamed before it is deleted, so that a directory of that
     name is whole, whenever the run is killed."""
-    model_state, optimizer_state = get_state_dict(policy, optimizer, options=FULL_STATE)
-    rng = gather([{"cpu": torch.get_rng_state(), "cuda": cuda_rng()}])
+    state = {"step": step, "policy": full_state(policy, optimizer)}
+    state["rng"] = gather([{"cpu": torch.get_rng_state(), "cuda": cuda_rng()}])
     if dist.get_rank() == 0:
         directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         try:
             actor.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-            state = {"step": step, "model": model_state, "optimizer": optimizer_state, "rng": rng}
             torch.save(state, partial / "training.pt")
         except Exception as error:  # a door: a full disk raises another kind from every writer
             shutil.rmtree(partial, ignore_errors=True)
@@ -217,13 +217,7 @@ def load_checkpoint(out, policy, optimizer):
             f"{path}: not readable ({first_line(error)}); "
             f"remove {directory} to go on from the checkpoint before"
         ) from error
-    set_state_dict(
-        policy,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=FULL_STATE,
-    )
+    restore(policy, optimizer, state["policy"])
     if len(state["rng"]) == dist.get_world_size():
         rng = state["rng"][dist.get_rank()]
         torch.set_rng_state(rng["cpu"])
@@ -237,7 +231,33 @@ def load_checkpoint(out, policy, optimizer):
     return step
 
 
-FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+@torch.no_grad()
+def full_state(policy, optimizer):
+    """Weights and Adam's state by parameter name, whole and in the CPU's memory of rank 0; one
+    parameter after the other, so that no GPU holds more than its shards and one of them."""
+    state = {}
+    for name, p in policy.named_parameters():
+        tensors = {"weight": p, **optimizer.state[p]}  # exp_avg, exp_avg_sq, and the scalar step
+        whole = {k: t.full_tensor() if t.dim() else t for k, t in tensors.items()}
+        if dist.get_rank() == 0:
+            state[name] = {k: t.cpu() for k, t in whole.items()}
+    return state
+
+
+@torch.no_grad()
+def restore(policy, optimizer, state):
+    """The reverse: every rank takes its shards, whatever the number of ranks was."""
+    for name, p in policy.named_parameters():
+        for key, whole in state[name].items():
+            if whole.dim():
+                target = p if key == "weight" else torch.zeros_like(p)
+                whole = whole.to(compute_device())
+                shard = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+                target.to_local().copy_(shard.to_local())
+            else:
+                target = whole.to(p.device) if optimizer.defaults["fused"] else whole.clone()
+            if key != "weight":
+                optimizer.state[p][key] = target
 
 
 def cuda_rng():

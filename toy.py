@@ -1,4 +1,4 @@
-r"""The embedded default: a free-form task small enough to watch CER work in a minute of CPU.
+r"""The embedded default: a free-form task small enough to watch CER work in minutes of CPU.
 
 Questions ask for a number ("Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"), a
 completion is one line of working and a box, and the number may be boxed in any of 8 forms: "14",

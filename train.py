@@ -35,6 +35,7 @@ from data import (
 )
 from evaluate import evaluate
 from policy import (
+    Row,
     compute_device,
     copy_weights,
     encode_prompt,
@@ -48,7 +49,7 @@ from policy import (
     shard,
 )
 from rewards import REWARDS, Judge, reference_ids
-from rloo import leave_one_out, policy_gradient_loss, rloo_rows, verifree_rows
+from rloo import NEGLIGIBLE, leave_one_out, policy_gradient_loss, rloo_rows, verifree_rows
 from rundir import (
     RunFiles,
     describe,
@@ -169,7 +170,9 @@ def main():
     require_memory(args.model, args.microbatch_tokens, longest_row, args.cpu_offload)
     actor, tokenizer = load(args.model, device)
     policy = shard(load_model(args.model, "cpu", torch.float32), args.cpu_offload)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
+    # fused: the other ways hold a copy of one moment for a step, 4 bytes a parameter
+    adam = {"lr": args.lr, "weight_decay": 0.0, "fused": torch.cuda.is_available()}
+    optimizer = torch.optim.AdamW(policy.parameters(), **adam)
     needs_verifier = args.reward == "general-verifier"
     verifier = load(args.verifier_model, device, scores=False) if needs_verifier else None
     judge = Judge(actor, tokenizer, args.m, verifier)
@@ -216,8 +219,6 @@ def main():
             copy_weights(policy, actor)
             clock.append(time.perf_counter())
             not_finite = 0 if math.isfinite(grad_norm) else not_finite + 1
-            if not_finite == 3:
-                give_up(out, step, rows)
 
             # 5. Report.
             groups = gather([describe(*g) for g in zip(rollouts, rewards, advantages, notes)])
@@ -228,9 +229,11 @@ def main():
             report(run, bar, line)
             if run:
                 run.keep_samples(step, rollouts, rewards, notes)
-            stopping = any(gather([stop.requested]))
+            stopping = any(gather([stop.requested])) or not_finite == 3
             if stopping or step % args.save_every == 0 or step == last_step:
                 save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
+            if not_finite == 3:
+                give_up(out, step, rows)
             if stopping:
                 break
     if run:
@@ -253,7 +256,8 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
     """
     device, world, samples = compute_device(), dist.get_world_size(), len(rows)
     # A sample that earned what the others did teaches nothing. (Adam's step needs some gradient.)
-    rows = [row for row in rows if any(row.weights)] or rows[:1]
+    nothing = Row(rows[0].ids, [0.0] * len(rows[0].ids))
+    rows = [row for row in rows if any(not abs(w) <= NEGLIGIBLE for w in row.weights)] or [nothing]
     loss = torch.zeros((), device=device)
     inner = inner_bar("update", total=len(rows))
     for ids, weights in microbatches(rows, microbatch_tokens):
@@ -291,6 +295,7 @@ class StopRequest:
 
     def request(self, number, frame):
         self.requested = True
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the run at once
         logger.info("%s: stops after this step", signal.Signals(number).name)
 
 
@@ -302,7 +307,8 @@ def give_up(out, step, rows):
         write_whole(path, "".join(json.dumps(vars(row)) + "\n" for row in rows))
     raise InputError(
         f"the gradient was not finite in steps {step - 2} to {step}, whose updates were skipped. "
-        f"The rows of the last are in {path}; a lower --lr may help"
+        f"The rows of the last are in {path}. To go on from its weights with other flags: "
+        f"--model {out}/checkpoints/step-{step} --lr LOWER"
     )
 
 
@@ -315,7 +321,8 @@ def directory_of(args):
     default = time.strftime(f"runs/%Y%m%d-%H%M%S-{Path(args.dataset).stem}-{args.reward}")
     out = Path(args.out or gather([default])[0])
     require_writable(out)
-    if not args.resume and out.is_dir() and any(p.suffix != ".partial" for p in out.iterdir()):
+    there = [p.name for p in out.iterdir() if p.suffix != ".partial"] if out.is_dir() else []
+    if not args.resume and set(there) - {"warm-start"}:
         raise InputError(f"--out {out} holds another run: choose a new directory (or --resume)")
     dist.barrier()
     return out

@@ -183,7 +183,7 @@ def test_scores_in_bf16_are_near(tokenizer):
 def test_the_cut_into_micro_batches_changes_nothing(tokenizer, monkeypatch, fits, columns):
     model = tiny_model(len(tokenizer))
     whole = check_against_naive(model, tokenizer, limit=1e-4)
-    monkeypatch.setattr(cer, "tokens_that_fit", lambda model: fits)
+    monkeypatch.setattr(cer, "TOKENS_AT_ONCE", fits)
     monkeypatch.setattr(cer, "TREE_COLUMNS", columns)
     assert (check_against_naive(model, tokenizer, limit=1e-4) - whole).abs().max() < 1e-4
 
@@ -275,6 +275,14 @@ def test_an_empty_box_earns_nothing_unless_the_reference_is_empty(tokenizer):
     assert R[0] == 0 and R[1] > 0
     R, _ = cer_reward(model, tokenizer, rollout_of(tokenizer, texts, ""), M=2)
     assert R[0] > 0
+
+
+def test_with_m_equal_n_the_mean_reward_is_that_of_p_in_expectation():
+    """Over the answers that the N solutions lead to: mean of R = mean of P, whatever W is."""
+    W, P = torch.rand(4, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    W = W / W.sum(0)  # four answers are all that the six solutions lead to
+    R = cer.cer(W.log(), P.log())  # of each answer
+    assert (W.T @ R).mean() == pytest.approx(P.mean().item(), abs=1e-15)
 
 
 def test_theorem_2_on_a_language_model(toy_model_dir):

@@ -182,6 +182,11 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, toy_model_dir):
 # ------------------------------------------------------------------------- gradients not finite
 
 
+def train_state(run):
+    _, directory = rundir.checkpoints(run)[-1]
+    return torch.load(directory / "training.pt", weights_only=True)
+
+
 def update_with(model, rows, weight):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = [policy.Row(row.ids, [weight * w for w in row.weights]) for row in rows]
@@ -218,9 +223,10 @@ def test_three_skipped_updates_in_a_row_end_the_run(tmp_path, toy_model_dir):
     broken = [1, 2, 4, 6, 7, 8]
     finish([start(train_with_broken_rewards, tmp_path, flags, broken)], code=2)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [line["updates_skipped"] for line in lines[1:]] == [1, 1, 0, 1, 0, 1, 1]
+    assert [line["updates_skipped"] for line in lines[1:]] == [1, 1, 0, 1, 0, 1, 1, 1]
     assert lines[1]["grad_norm"] is None and lines[3]["grad_norm"] is not None
     last_line = (tmp_path / "log-0").read_text().splitlines()[-1]
     assert "the gradient was not finite in steps 6 to 8" in last_line
+    assert train_state(tmp_path / "run")["step"] == 8  # nothing learned is lost
     rows = read_lines(tmp_path / "run" / "not-finite-step-8.jsonl")
     assert len(rows) == 8 and len(rows[0]["ids"]) == len(rows[0]["weights"])

@@ -36,6 +36,9 @@ def run(tmp_path):
         (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         group = GROUP if reward == "cer" else {k: v for k, v in GROUP.items() if k != "W"}
         (directory / "samples.jsonl").write_text(json.dumps(group) + "\n")
+    (tmp_path / "d").mkdir()
+    nothing = GROUP | {"answers": [None] * 6, "R": [0.0] * 6, "columns": [], "W": [], "P": []}
+    (tmp_path / "d" / "samples.jsonl").write_text(json.dumps(nothing) + "\n")
     return tmp_path
 
 
@@ -78,6 +81,7 @@ def test_learning_curves_join_the_seeds(script, run, monkeypatch):  # noqa: F811
         ("a --question 1", "--question must be from 0 to 0, got 1"),
         ("a b --question 0", "--question takes one RUN"),
         ("c --question 0", "this group has no W"),
+        ("d --question 0", "no sample of this group has an answer"),
         ("a --out picture.xyz", "expected a name that ends in .svg or .png"),
     ],
 )
