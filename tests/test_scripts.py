@@ -167,7 +167,8 @@ def test_evaluation(script, tmp_path, toy_model_dir):
     rows = [{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "answer": "4"}]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = f"--model {toy_model_dir} --dataset toy-test,sums.jsonl --limit 5 --runs 3 --out e"
-    code, out, err = script(evaluate, arguments + " --max-new-tokens 24")
+    arguments += " --max-new-tokens 24 --temperature 0.9 --top-p 0.95 --top-k 50 --seed 1"
+    code, out, err = script(evaluate, arguments)
     assert code == 0 and "toy-test" in out and "sums.jsonl" in out and "average" in out
     results = json.loads((tmp_path / "e" / "results.json").read_text())["results"]
     samples = read_lines(tmp_path / "e" / "samples.jsonl")
