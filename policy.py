@@ -70,6 +70,7 @@ def require_memory(name_or_dir, microbatch_tokens, longest_row, cpu_offload):
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+            model.tie_weights()
         hidden, mlp, layers = config.hidden_size, config.intermediate_size, len(model.model.layers)
     except Exception as error:  # a door: transformers refuses in a dozen ways
         what = f"{name_or_dir}: not laid out as Llama, Qwen and most others are; not supported"
