@@ -27,8 +27,17 @@ class InputError(Exception):
     right."""
 
 
+class HelpWithDefaults(argparse.HelpFormatter):
+    def _get_help_string(self, action):
+        none = any(action.default is value for value in (None, False, argparse.SUPPRESS))
+        return action.help + " (default: %(default)s)" * (not none)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line too."""
+    """argparse whose errors are one line too, and whose help names the defaults."""
+
+    def __init__(self, **options):
+        super().__init__(formatter_class=HelpWithDefaults, **options)
 
     def error(self, message):
         raise InputError(f"{message} (see --help)")

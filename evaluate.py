@@ -114,11 +114,11 @@ def parse_args():
     parser.add_argument(
         "--limit", type=int, help="only the first so many questions of each data set"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=8192)
+    parser.add_argument("--max-new-tokens", type=int, default=8192, help="longer ones are cut off")
     parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy")
-    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--top-p", type=float, default=0.95, help="1: all")
     parser.add_argument("--top-k", type=int, default=20, help="0: all")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the samples")
     parser.add_argument(
         "--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)"
     )

@@ -72,7 +72,7 @@ def parse_args():
     # what is trained, on what, by which reward
     add("--model", help="Hugging Face id or directory (default: the toy's, warm-started here)")
     add("--dataset", help="data set by name or file (default: toy; with --model math7.5k)")
-    add("--reward", default="cer", choices=REWARDS)
+    add("--reward", default="cer", choices=REWARDS, help="how samples are paid")
     add("--verifier-model", default="TIGER-Lab/general-verifier", help="id or directory")
     # the batch
     add("--questions", type=int, default=32, help="B, questions a step, over all ranks")
@@ -81,21 +81,21 @@ def parse_args():
     add("--max-prompt-tokens", type=int, default=2048, help="longer prompts are left out")
     add("--max-new-tokens", type=int, default=4096, help="samples cut off here earn 0")
     # optimisation
-    add("--lr", type=float, default=1e-6)
+    add("--lr", type=float, default=1e-6, help="learning rate of Adam")
     add("--lr-end", type=float, default=1.0, help="share of --lr left at the end (1: constant)")
     add("--epochs", type=int, help="(default: 5, as the paper for MATH; it has 1 for WebInstruct)")
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--microbatch-tokens", type=int, default=16384, help="in one forward and backward pass")
     add("--cpu-offload", action="store_true", help="policy and Adam in the CPU's memory (slower)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the data order and the samples")
     # evaluation: at the start, every so many steps, and at the end
     add("--eval-dataset", help="data set by name or file (default: none)")
     add("--eval-every", type=int, default=50, help="steps")
     add("--eval-limit", type=int, help="only the first so many questions")
     add("--eval-runs", type=int, default=1, help="samples of each question")
-    add("--eval-temperature", type=float, default=0.6)
-    add("--eval-top-p", type=float, default=0.95)
-    add("--eval-top-k", type=int, default=20)
+    add("--eval-temperature", type=float, default=0.6, help="0: greedy")
+    add("--eval-top-p", type=float, default=0.95, help="1: all")
+    add("--eval-top-k", type=int, default=20, help="0: all")
     # files
     add("--out", help="directory of the run (default: runs/TIME-DATASET-REWARD)")
     add("--save-every", type=int, default=100, help="steps; the last step is always saved")
