@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 
-from data import InputError, Parser, parse_json, require, require_writable, run_script
+from data import Parser, parse_json, require, require_writable, run_script
 
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may hold a $
@@ -29,11 +29,13 @@ matplotlib.rcParams |= {
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe-Ito
 
 
+def text_of(path):
+    require(path.is_file(), f"no {path}: is {path.parent} a run of train.py?")
+    return path.read_text(encoding="utf-8")
+
+
 def read_lines(path):
-    if not path.is_file():
-        raise InputError(f"no {path}: is {path.parent} a run of train.py?")
-    with open(path, encoding="utf-8") as file:
-        return [parse_json(line, path) for line in file]
+    return [parse_json(line, path) for line in text_of(path).splitlines()]
 
 
 # --------------------------------------------------------------------------------- one question
@@ -137,7 +139,7 @@ def draw_curves(runs, out, window=10):
     groups = {}
     for run in runs:
         path = run / "config.json"
-        flags = read_config(path)
+        flags = parse_json(text_of(path), path).get("flags", {})
         # A seed of the toy has its own warm start: no other model, but another seed.
         model = "" if "warm-start" in str(flags.get("model")) else flags.get("model")
         flags = {k: v for k, v in flags.items() if k != "seed"} | {"model": model}
@@ -169,12 +171,6 @@ def draw_curves(runs, out, window=10):
     figure.legend(handles, labels, loc="upper center", ncol=columns, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.94))
     save(figure, out)
-
-
-def read_config(path):
-    if not path.is_file():
-        raise InputError(f"no {path}: is {path.parent} a run of train.py?")
-    return parse_json(path.read_text(), path).get("flags", {})
 
 
 def label_runs(all_flags):

@@ -141,8 +141,7 @@ def ask(verifier, triples):
     """(question, reference, answer) triples -> a verdict on each: "right", "wrong" or
     "undecided". Greedy."""
     model, tokenizer = verifier
-    names = "question", "reference", "answer"
-    texts = [VERIFIER_PROMPT.format(**dict(zip(names, triple))) for triple in triples]
+    texts = [VERIFIER_PROMPT.format(question=q, reference=r, answer=a) for q, r, a in triples]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
     bar = tqdm(total=len(prompts), desc="verifier", leave=False, delay=10, disable=get_rank() > 0)
     with bar:

@@ -18,15 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from measure import ROOT, commit, markdown
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import policy  # noqa: E402
-import rewards  # noqa: E402
-import toy  # noqa: E402
-from data import Parser, require, run_script  # noqa: E402
+import policy
+import rewards
+import toy
+from data import Parser, require, run_script
+from rundir import checkpoints
 
 RUNS = ROOT / "runs" / "compare_rewards"
 CONFIGURATIONS = {name: f"--reward {name}" for name in rewards.REWARDS}
@@ -92,10 +91,10 @@ def run(name, seed, flags, steps):
     )
     if name == "general-verifier":
         command += f" --verifier-model {RUNS / 'verifier'}"
-    if any(out.glob("checkpoints/step-*/training.pt")):
+    saved = [step for step, _ in checkpoints(out)]
+    if saved:
         command = f"train.py --out {out} --resume"
-    metrics = out / "metrics.jsonl"
-    if last_step(metrics) < steps:
+    if steps not in saved:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         log = out.with_suffix(".log")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +108,7 @@ def run(name, seed, flags, steps):
             ).returncode
         require(code == 0, f"{name}, seed {seed} failed: see {log}")
     config = json.loads((out / "config.json").read_text())
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     scores = {line["step"]: line["pass_at_1"] for line in lines if "pass_at_1" in line}
     taken = [line for line in lines if "reward" in line]
 
@@ -135,19 +134,6 @@ def run(name, seed, flags, steps):
     }
 
 
-def last_step(metrics):
-    return (
-        max((json.loads(line)["step"] for line in metrics.open()), default=0)
-        if metrics.exists()
-        else 0
-    )
-
-
-def commit():
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
-
-
 def read(path):
     if not path.exists():
         return []
@@ -157,11 +143,9 @@ def read(path):
 
 def table(lines, configurations):
     """Mean over the seeds, and their spread (lowest to highest)."""
-    text = [
-        "| reward | pass@1 before | half way | after | mean reward | zero-advantage groups "
-        "| sample / reward / update |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["reward", "pass@1 before", "half way", "after", "mean reward"]
+    header += ["zero-advantage groups", "sample / reward / update"]
+    rows = []
     for name in configurations:
         of_name = [line for line in lines if line["name"] == name]
         if not of_name:
@@ -181,11 +165,11 @@ def table(lines, configurations):
         )
         columns = [f"`{name}`", *map(spread, ("pass@1 start", "pass@1 middle", "pass@1 end"))]
         columns += [f"{mean('mean reward at the end'):.2f}", f"{mean('zero-advantage groups'):.0%}"]
-        text.append("| " + " | ".join([*columns, seconds + " s"]) + " |")
+        rows.append([*columns, seconds + " s"])
     commits = ", ".join(sorted({line["commit"] for line in lines}))
     seeds = sorted({int(line["seed"]) for line in lines})
-    text.append(f"\nSeeds {seeds}, commit {commits}: mean (lowest to highest).\n")
-    return "\n".join(text)
+    note = f"Seeds {seeds}, commit {commits}: mean (lowest to highest).\n"
+    return markdown(header, rows) + "\n\n" + note
 
 
 # --------------------------------------------------------------------------- a verifier for the toy

@@ -87,17 +87,20 @@ def resident(name):
     return int(status.split(f"{name}:")[1].split()[0]) / 2**20
 
 
+def commit():
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+
+
 def where():
     """The line that every result carries."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     if torch.cuda.is_available():
         hardware = torch.cuda.get_device_name()
     else:
         hardware = f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
     script = Path(sys.argv[0])
     command = " ".join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]])
-    return f"`{command}`, commit {commit}, {hardware}, torch {torch.__version__}"
+    return f"`{command}`, commit {commit()}, {hardware}, torch {torch.__version__}"
 
 
 def markdown(header, rows):

@@ -1,17 +1,12 @@
 """The benchmarks run end to end, also in bf16, and write what they print."""
 
 import re
-import sys
-from pathlib import Path
-
-import pytest
-from test_scripts import script  # noqa: F401  a fixture
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import compare_rewards
+import pytest
 import scoring
 import step
+from test_scripts import script  # noqa: F401  a fixture
 
 SMALL_STEP = "--shape tiny --questions 2 --samples 4 --distinct 3 --mean-tokens 16"
 

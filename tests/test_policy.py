@@ -1,9 +1,8 @@
 import json
 import os
 import random
-import sys
-from pathlib import Path
 
+import measure
 import pytest
 import torch
 from conftest import tiny_model
@@ -320,9 +319,6 @@ def test_chunked_logprobs_equal_the_log_softmax(chunk):
 
 def peak_gib(function):
     """How much memory the process grows at most; Linux resets its peak on request."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-    import measure
-
     return measure.measure(function)[2]
 
 
