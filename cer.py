@@ -13,23 +13,25 @@ With N samples (s_i, a_i) of one question, and M of the solutions to average ove
     D           the row sums of W (diagonal)
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
+Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). As
+the s_j are samples of pi(s|q), the posterior over *them* is row i of W divided by its sum, D^-1 W;
+and the expectation of pi(a*|s,q) under it is that row times P.
+
 A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
 is paid; a wrong answer mostly comes from others, and is paid little. In expectation over the
 model's answers the reward equals that of exact match (Theorem 2): CER pays no more, it spreads the
 pay over all the answers that deserve it.
 
 The first half of this file is the mathematics, pure functions of tensors. The second half fills W
-and P from a model.
+and P from a model. `python cer.py` shows both on a question small enough to check by hand.
 """
 
-import itertools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from policy import batches, pad
-from vocabulary import vocabulary
+from engine.tokens import batches, pad, vocabulary
 
 # ---------------------------------------------------------------------------------- the mathematics
 
@@ -41,8 +43,9 @@ def exact_cer(prior, likelihood):
     An answer that no solution leads to has rho = 0.
     """
     joint = prior[:, None] * likelihood  # pi(s, a | q)  [S, A]
-    marginal = joint.sum(0).clamp(min=torch.finfo(joint.dtype).tiny)  # pi(a | q)  [A]
-    return (joint / marginal).T @ likelihood  # sum over s of pi(s | a, q) pi(a* | s, q)
+    marginal = joint.sum(0)  # pi(a | q)  [A]
+    posterior = torch.where(marginal > 0, joint / marginal, 0.0)  # pi(s | a, q)  [S, A]
+    return posterior.T @ likelihood
 
 
 def cer(log_W, log_P):
@@ -52,22 +55,24 @@ def cer(log_W, log_P):
     improbable as exp(-1000) keep their proportions. log_W = -inf leaves a solution out; a row of
     nothing else earns 0.
     """
-    share = log_W.softmax(dim=1).nan_to_num(0.0)  # softmax of an all -inf row is nan
-    return share @ log_P.exp()
+    nothing = (log_W == -torch.inf).all(dim=1, keepdim=True)  # their softmax would be nan
+    posterior = log_W.softmax(dim=1).masked_fill(nothing, 0.0)  # D^-1 W, pi(s_j | a_i, q)  [N, M]
+    return posterior @ log_P.exp()
 
 
-def choose_columns(U, answer_of_column, M):
-    """Which M solutions each of U distinct answers is averaged over -> bool [U, columns].
+def choose_solutions(U, answer_of_solution, M):
+    """Which M solutions each of U distinct answers is averaged over -> bool [U, solutions].
 
     Eq. 8 leaves this open. For each answer the solutions that produced it come first, then others
     at random. If all answers shared the same M solutions, M = 1 would give them all the same reward
-    and every advantage would be 0. (With M = N the reward's expectation over the answers
-    sampled after these solutions is exactly the mean of P, as Theorem 2 wants; with 1 < M < N
-    preferring an answer's own solutions lifts it a little.)
+    and every advantage would be 0.
+
+    1 < M < N shifts the mean reward a little, up or down: Theorem 2 holds for M = 1 (each answer
+    with a solution of its own) and for M = N.
     """
-    own = torch.arange(U)[:, None] == torch.tensor(answer_of_column)  # [U, columns]
-    rank = (own + torch.rand(own.shape)).argsort(dim=1, descending=True).argsort(dim=1)
-    return rank < M
+    own = torch.arange(U)[:, None] == torch.tensor(answer_of_solution)  # [U, solutions]
+    order = own + torch.rand(own.shape)  # own solutions lie over 1, the others under
+    return torch.zeros_like(own).scatter(1, order.topk(M, dim=1).indices, True)
 
 
 # ----------------------------------------------------------------------------- W and P from a model
@@ -91,143 +96,163 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     (Other ways to cut the same text into tokens are left out: a model hardly ever takes them.)
 
     Cost: one forward pass over the contexts, which keeps their keys and values, and one over all
-    answers laid end to end behind each of them. An answer's tokens see the context and their own
-    answer only (a 4-D mask), and their positions restart at the context's end. A naive scorer runs
+    answers packed side by side behind each of them (see Packing). A naive scorer runs
     len(contexts) x len(answers) full passes instead.
     """
     if not all(contexts):
         raise ValueError("a context needs at least one token")
-    out = torch.empty(len(answers), len(contexts), device=model.device)
-    if out.numel() == 0:
-        return out
+    scores = torch.empty(len(answers), len(contexts), device=model.device)
+    if scores.numel() == 0:
+        return scores
     vocab = vocabulary(tokenizer)
-    paths = [vocab.encode("{" + answer) for answer in answers]
-    # One tree, unless the answers are very long, since its mask has T^2 entries: answers whose
-    # branches end within the same 1,024 columns share one.
-    ends = itertools.accumulate(len(path) + 1 for path in paths)
-    shared = itertools.groupby(zip(ends, paths), key=lambda branch: branch[0] // TREE_COLUMNS)
-    trees = [AnswerTree(vocab, [path for _, path in tree], model.device) for _, tree in shared]
+    packings = []
+    for answer in answers:
+        tokens = vocab.encode("{" + answer)
+        # Mostly one packing holds all. Its mask has T^2 entries, so very long answers get others.
+        if not packings or packings[-1].T + len(tokens) + 1 > SLOTS_AT_ONCE:
+            packings.append(Packing())
+        packings[-1].add(tokens, vocab)
 
-    order = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
-    lengths = [len(contexts[j]) + max(len(tree.tokens) for tree in trees) for j in order]
-    for start, end in batches(lengths, TOKENS_AT_ONCE):
-        rows = order[start:end]
-        out[:, rows] = score_contexts(model, [contexts[j] for j in rows], trees)
-    return out
-
-
-TREE_COLUMNS = 1024  # 16 answers of 64 tokens
-TOKENS_AT_ONCE = 4096  # enough to keep a GPU busy; more would be padding, and memory
+    at_once = 16384 if model.device.type == "cuda" else 4096  # more would be padding, and memory
+    by_length = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
+    most_slots = max(packing.T for packing in packings)
+    for start, end in batches([len(contexts[j]) + most_slots for j in by_length], at_once):
+        batch = by_length[start:end]
+        scores[:, batch] = score_contexts(model, [contexts[j] for j in batch], packings)
+    return scores
 
 
-class AnswerTree:
-    """Answers laid end to end, in T columns: the same for every context.
+SLOTS_AT_ONCE = 1024  # 16 answers of 64 tokens
+LOGITS_AT_ONCE = 1024  # tokens
 
-    Answer u's branch has k + 1 columns: the context's last token once more (so that its logits,
-    which predict t_1, come from this pass and not from the one over the contexts), then t_1..t_k.
+
+class Packing:
+    r"""Answers packed into the T slots of one row, the same row for every context.
+
+    Answer u takes k + 1 slots: the context's last token once more (so that its logits, which
+    predict t_1, come from this pass and not from the one over the contexts), then t_1..t_k. A slot
+    sees the context but for that last token, and its own answer up to itself; positions restart
+    at the context's end. For the answers 14 and 9 behind a context "so \boxed" (x: sees):
+
+        slot reads    so \boxed    \boxed { 1 4    \boxed { 9
+        \boxed         x    .         x   . . .       .   . .
+        {              x    .         x   x . .       .   . .
+        1              x    .         x   x x .       .   . .
+        4              x    .         x   x x x       .   . .
+        \boxed         x    .         .   . . .       x   . .
+        {              x    .         .   . . .       x   x .
+        9              x    .         .   . . .       x   x x
     """
 
-    def __init__(self, vocab, paths, device):
-        columns = [(u, i) for u, path in enumerate(paths) for i in range(len(path) + 1)]
-        # The tokens that would finish answer u after t_1..t_i.
-        closers = [vocab.beginning_with(vocab.join(paths[u][i:]) + b"}") for u, i in columns]
+    def __init__(self):
+        self.T = 0  # slots
+        self.answers = []  # (first slot, t_1..t_k, the tokens that would close the box after each)
+        self.slots = []  # (answer, position behind the context's last token), a pair for each slot
 
-        def tensor(values):
-            return torch.tensor(values, device=device)
+    def add(self, tokens, vocab):
+        rest = [vocab.join(tokens[i:]) + b"}" for i in range(len(tokens) + 1)]
+        closers = [vocab.beginning_with(missing) for missing in rest]  # k + 1 lists of token ids
+        self.slots += [(len(self.answers), i) for i in range(len(tokens) + 1)]
+        self.answers.append((self.T, tokens, closers))
+        self.T = len(self.slots)
 
-        self.sizes = [len(path) + 1 for path in paths]  # columns of each branch
-        self.branch = tensor([u for u, _ in columns])  # [T] the answer
-        self.depth = tensor([i for _, i in columns])  # [T] 0 at the context's last token
-        self.tokens = tensor([paths[u][i - 1] if i else 0 for u, i in columns])  # [T] 0: see above
-        self.next = tensor([(paths[u] + [0])[i] for u, i in columns])  # [T] t_i+1; 0 at the end
-        self.closers = pad(closers).to(device)  # [T, most]
-        self.is_closer = pad([[1] * len(c) for c in closers]).to(device).bool()  # [T, most]
+    def ids(self, last):
+        """What the slots read behind contexts that end in the tokens last [n] -> [n, T]."""
+        pieces = []
+        for _, tokens, _ in self.answers:
+            pieces += [
+                last[:, None],
+                torch.tensor(tokens, device=last.device).expand(len(last), -1),
+            ]
+        return torch.cat(pieces, dim=1)
 
 
-def score_contexts(model, contexts, trees):
+def score_contexts(model, contexts, packings):
     """answer_logprobs for as many contexts as fit in memory at once -> [answers, n]."""
     ids = pad(contexts).to(model.device)  # [n, C], on the right: causal attention needs no mask
     length = torch.tensor([len(context) for context in contexts], device=model.device)  # [n]
     cache = model.base_model(input_ids=ids, use_cache=True).past_key_values
     scores = []
-    for tree in trees:
-        scores.append(score_tree(model, ids, length, cache, tree))
-        cache.crop(-len(tree.tokens))  # the last T columns: back to the contexts
-    return torch.cat(scores)
+    for packing in packings:
+        scores += score_packing(model, ids, length, cache, packing)
+        cache.crop(-packing.T)  # takes the last T away: back to the contexts
+    return torch.stack(scores)
 
 
-def score_tree(model, ids, length, cache, tree):
-    """One pass of a tree over contexts ids [n, C] of given lengths [n] -> log pi [answers, n]."""
-    n, T, device = len(ids), len(tree.tokens), model.device
-    # Each column of the tree sees the context but for its last token, which its branch repeats,
-    # and its own branch up to itself.
+def score_packing(model, ids, length, cache, packing):
+    """One pass of a packing over contexts ids [n, C] of given lengths [n] -> a list of log pi [n],
+    one for each of its answers."""
+    n, T, device = len(ids), packing.T, model.device
+    answer, depth = torch.tensor(packing.slots, device=device).T  # [T] each
     in_context = torch.arange(ids.shape[1], device=device) < length[:, None] - 1  # [n, C]
-    same_branch, not_later = tree.branch[:, None] == tree.branch, tree.depth[:, None] >= tree.depth
-    in_branch = same_branch & not_later  # [T, T]
-    visible = torch.cat([in_context[:, None].expand(-1, T, -1), in_branch.expand(n, -1, -1)], dim=2)
+    in_answer = (answer[:, None] == answer) & (depth[:, None] >= depth)  # [T, T]
+    seen = torch.cat([in_context[:, None].expand(-1, T, -1), in_answer.expand(n, -1, -1)], dim=2)
     # A mask to add: sdpa would take a bool mask too, but eager attention would add its 0s and 1s.
-    mask = torch.zeros(visible.shape, dtype=model.dtype, device=device)  # [n, T, C + T]
-    mask.masked_fill_(~visible, torch.finfo(model.dtype).min)
+    mask = torch.zeros(seen.shape, dtype=model.dtype, device=device)  # [n, T, C + T]
+    mask.masked_fill_(~seen, torch.finfo(model.dtype).min)
 
-    last = ids[torch.arange(n, device=device), length - 1]  # [n]
     hidden = model.base_model(
-        input_ids=torch.where(tree.depth == 0, last[:, None], tree.tokens),  # [n, T]
+        input_ids=packing.ids(last=ids[torch.arange(n, device=device), length - 1]),  # [n, T]
         attention_mask=mask[:, None],
-        position_ids=length[:, None] - 1 + tree.depth,
+        position_ids=length[:, None] - 1 + depth,
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state  # [n, T, D]
 
-    onward, closing = [], []  # log pi of t_i+1, and of any token that closes the box here
-    for t in torch.arange(T, device=device).split(max(1, 1024 // n)):  # never all logits at once
-        logp = model.lm_head(hidden[:, t]).float().log_softmax(-1)  # [n, t, vocabulary]
-        onward.append(logp.gather(2, tree.next[t].expand(n, -1)[..., None])[..., 0])
-        closer = logp.gather(2, tree.closers[t].expand(n, -1, -1))  # [n, t, most]
-        closing.append(closer.masked_fill(~tree.is_closer[t], -torch.inf).logsumexp(2))
-    onward, closing = torch.cat(onward, 1), torch.cat(closing, 1)  # [n, T]
-
     log_pi = []
-    for to_next, to_close in zip(onward.split(tree.sizes, 1), closing.split(tree.sizes, 1)):
-        so_far = F.pad(to_next[:, :-1].cumsum(1), (1, 0))  # log pi(t_1..t_i), i = 0..k  [n, k + 1]
-        log_pi.append((so_far + to_close).logsumexp(1))
-    return torch.stack(log_pi)
+    for first, tokens, closers in packing.answers:
+        k = len(tokens)
+        rows = []
+        # Never all logits at once: those of a few contexts.
+        for h in hidden[:, first : first + k + 1].split(max(1, LOGITS_AT_ONCE // (k + 1))):
+            logp = model.lm_head(h).float().log_softmax(-1)  # [n, k + 1, vocabulary]
+            onward = logp[:, range(k), tokens]  # log pi(t_i+1 | t_1..t_i), i = 0..k-1  [n, k]
+            closing = torch.stack([logp[:, i, v].logsumexp(1) for i, v in enumerate(closers)], 1)
+            so_far = F.pad(onward.cumsum(1), (1, 0))  # log pi(t_1..t_i), i = 0..k  [n, k + 1]
+            rows.append((so_far + closing).logsumexp(1))
+        log_pi.append(torch.cat(rows))
+    return log_pi
+
+
+# ------------------------------------------------------------------------------------- one question
 
 
 @dataclass(frozen=True)
 class Group:
     """What the rewards of one question come from: the matrices that the paper's Fig. 2 draws."""
 
-    answers: list[str]  # U distinct answers, the rows
-    columns: list[int]  # which samples' solutions are the columns
-    log_W: torch.Tensor  # [U, columns]; -inf: not among the M solutions of this answer
-    log_P: torch.Tensor  # [columns]
+    answers: list[str]  # U distinct answers, the rows of W
+    solutions: list[int]  # the samples whose solutions are the columns of W
+    log_W: torch.Tensor  # [U, solutions]; -inf: not among the M solutions of this answer
+    log_P: torch.Tensor  # [solutions]
 
 
-def cer_reward(model, tokenizer, rollout, M):
-    """Eq. 8 for one question -> (R [N], Group). Constants: no gradient flows through a reward.
+def reward_rollout(model, tokenizer, rollout, M):
+    """Eq. 8 for the N samples of one question -> (R [N], Group). Constants: no gradient flows
+    through a reward.
 
     A sample without an answer earns 0, and its solution is no column: it never says any answer, so
     pi(a|s) = 0. A distinct answer is scored once and its reward shared by the samples that gave it.
     """
-    a_star, columns = rollout.problem.reference, rollout.answered
-    answers = list(dict.fromkeys(rollout.answers[i] for i in columns))
+    a_star, solutions = rollout.problem.reference, rollout.answered
+    answers = list(dict.fromkeys(rollout.answers[i] for i in solutions))
     row = {answer: u for u, answer in enumerate(answers)}
     # a* is one more row to score, unless some sample gave just that answer.
     to_score = answers if a_star in row else [*answers, a_star]
-    contexts = [rollout.context(j) for j in columns]
+    contexts = [rollout.context(j) for j in solutions]
     log_pi = answer_logprobs(model, tokenizer, contexts, to_score).cpu()
     log_W, log_P = log_pi[: len(answers)], log_pi[to_score.index(a_star)]
-    if M < len(columns):
-        chosen = choose_columns(len(answers), [row[rollout.answers[j]] for j in columns], M)
+    if M < len(solutions):
+        chosen = choose_solutions(len(answers), [row[rollout.answers[j]] for j in solutions], M)
         log_W = log_W.masked_fill(~chosen, -torch.inf)
 
     reward = cer(log_W, log_P)  # [U]
     R = torch.zeros(len(rollout.answers))
-    for i in columns:
+    for i in solutions:
         # An empty box says nothing and earns nothing, unless nothing is what a* says.
         if rollout.answers[i] or not a_star:
             R[i] = reward[row[rollout.answers[i]]]
-    return R, Group(answers, columns, log_W, log_P)
+    return R, Group(answers, solutions, log_W, log_P)
 
 
 # ------------------------------------------------------------------------------- a demonstration
@@ -235,34 +260,41 @@ def cer_reward(model, tokenizer, rollout, M):
 
 def demonstration():
     """CER on three solutions and four answers, small enough to check by hand."""
-    torch.manual_seed(0)
     answers = ["14", "14 eggs", "18", "9"]
     prior = torch.tensor([0.5, 0.3, 0.2])
     likelihood = torch.tensor(
         [
-            [0.45, 0.45, 0.05, 0.05],  # s_1: 3*4=12; 12+2=14
-            [0.05, 0.05, 0.85, 0.05],  # s_2: 4+2=6; 3*6=18
-            [0.02, 0.02, 0.06, 0.90],  # s_3: 3+4=7; 7+2=9
+            [0.50, 0.40, 0.05, 0.05],  # s_1: 3*4=12; 12+2=14
+            [0.05, 0.09, 0.81, 0.05],  # s_2: 4+2=6; 3*6=18
+            [0.03, 0.01, 0.06, 0.90],  # s_3: 3+4=7; 7+2=9
         ]
     )
-    rho, p_answer = exact_cer(prior, likelihood)[:, 0], prior @ likelihood
+    joint, rho = prior[:, None] * likelihood, exact_cer(prior, likelihood)[:, 0]
+    p_answer = joint.sum(0)
 
-    def show(name, values):
-        print(f"{name:36}", *(f"{value:>8.3f}" for value in values.tolist()))
+    def show(name, values, digits=3):
+        cells = ("-" if value is None else f"{value:.{digits}f}" for value in values)
+        print(f"{name:34}", *(f"{cell:>8}" for cell in cells))
 
     print('q = "3 bags of 4 eggs and 2 more eggs. How many eggs?"    a* = 14\n')
-    show("prior pi(s|q)", prior)
-    show("likelihood pi(a*|s,q)", likelihood[:, 0])
-    print(f"\n{'answer a':36}", *(f"{answer:>8}" for answer in answers))
+    print(f"{'solution s':34}", *(f"{s:>8}" for s in ("s_1", "s_2", "s_3")))
+    show("prior      pi(s|q)", prior)
+    show("P          pi(a*|s,q)", likelihood[:, 0])
+    for answer, posterior in zip(answers, (joint / p_answer).T):
+        show(f"posterior  pi(s|a,q), a = {answer}", posterior)
+    print(f"\n{'answer a':34}", *(f"{answer:>8}" for answer in answers))
     show("pi(a|q)", p_answer)
     show("exact match with a*", torch.eye(4)[0])
-    show("CER rho(a, a*)             (Eq. 3)", rho)
-    for M in 4, 16, 1024:
-        s = torch.multinomial(prior, M, replacement=True)  # solutions, sampled
-        show(
-            f"D^-1 W P, {M:4} samples    (Eq. 8)",
-            cer(likelihood[s].T.log(), likelihood[s, 0].log()),
-        )
+    show("rho(a, a*) = posterior . P (Eq. 3)", rho)
+    torch.manual_seed(0)
+    for N in 4, 16, 1024:
+        s = torch.multinomial(prior, N, replacement=True)  # N samples, as training draws them:
+        a = torch.multinomial(likelihood[s], 1)[
+            :, 0
+        ]  # each answer comes from a solution of its own
+        R = cer(likelihood[s][:, a].T.log(), likelihood[s, 0].log())  # W [N, N], P [N] -> R [N]
+        earned = [R[a == u][0] if (a == u).any() else None for u in range(4)]
+        show(f"R = D^-1 W P, {N:4} samples  (Eq. 8)", earned)
     print("\nTheorem 2: over the model's own answers both pay the same,")
     print(f"    mean exact match {p_answer[0]:.6f}    mean CER {p_answer @ rho:.6f}")
 

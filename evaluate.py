@@ -7,30 +7,22 @@ top-k 20.
 """
 
 import json
-import logging
 import time
 from pathlib import Path
 
-import torch
+import pandas
 import torch.distributed as dist
-from tqdm import tqdm
 
-import toy  # noqa: F401  adds the data sets "toy" and "toy-test"
-from data import (
-    SOURCES,
-    InputError,
-    Parser,
-    load_problems,
-    require_ranges,
-    require_writable,
-    run_script,
-    write_whole,
-)
-from policy import encode_prompt, gather, init_ranks, load, sample
+from data import HUB, TOY, load_problems, require
+from engine import cli, run
+from engine.policy import load
+from engine.sampling import encode_prompt, sample
 from rewards import is_correct
 
+RUNS = {"math": 16, "letter": 1, "toy": 4}  # samples of each question, by its kind
 
-def evaluate(model, tokenizer, problems, runs, seed=0, name="evaluation", **settings):
+
+def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
     """Sample every problem `runs` times -> (summary, records: every sample, in order). Ranks share
     the problems.
 
@@ -39,17 +31,10 @@ def evaluate(model, tokenizer, problems, runs, seed=0, name="evaluation", **sett
     truncated (shares of samples), tokens (mean length of a completion), questions, runs. settings:
     max_new_tokens, temperature, top_p, top_k.
     """
+    run.seed_everything(seed, "evaluation")
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine = problems[rank::world]
-    prompts = [encode_prompt(tokenizer, problem) for problem in mine]
-    with tqdm(
-        total=len(mine) * runs, desc=name, unit="sample", leave=False, disable=rank > 0
-    ) as bar:
-        # Evaluating leaves a training run's random numbers alone.
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed(seed * 1000 + rank)
-            settings["progress"] = bar.update
-            rollouts = sample(model, tokenizer, mine, prompts, runs, **settings)
+    questions = [(problem, encode_prompt(tokenizer, problem)) for problem in problems[rank::world]]
+    rollouts = sample(model, tokenizer, questions, runs, name="evaluation", **settings)
     records = [
         {
             "index": rank + world * k,
@@ -64,22 +49,16 @@ def evaluate(model, tokenizer, problems, runs, seed=0, name="evaluation", **sett
         for k, rollout in enumerate(rollouts)
         for i in range(runs)
     ]
-    # By question; sorted() keeps the order of the runs.
-    records = sorted(gather(records), key=lambda record: record["index"])
-
-    def mean(values):
-        return sum(values) / len(records)
-
-    by_question = torch.tensor([float(r["correct"]) for r in records]).view(-1, runs).mean(1)
+    records = sorted(run.gather(records), key=lambda record: record["index"])
+    samples = pandas.DataFrame(records)
+    by_question = samples.groupby("index").correct.mean()
     summary = {
-        "pass_at_1": by_question.mean().item(),
-        "stderr": (by_question.std() / len(by_question) ** 0.5).item()
-        if len(by_question) > 1
-        else None,
-        "exact_match": mean(r["answer"] == r["reference"] for r in records),
-        "answered": mean(r["answer"] is not None for r in records),
-        "truncated": mean(r["truncated"] for r in records),
-        "tokens": mean(r["tokens"] for r in records),
+        "pass_at_1": by_question.mean(),
+        "stderr": by_question.sem() if len(problems) > 1 else None,
+        "exact_match": (samples.answer == samples.reference).mean(),
+        "answered": samples.answer.notna().mean(),
+        "truncated": samples.truncated.mean(),
+        "tokens": samples.tokens.mean(),
         "questions": len(problems),
         "runs": runs,
     }
@@ -88,70 +67,45 @@ def evaluate(model, tokenizer, problems, runs, seed=0, name="evaluation", **sett
 
 def table(results):
     """results: data set -> summary. The paper's table: a line a data set, and the average."""
-    lines = [
-        "data set               pass@1    +/-   answered  truncated  tokens   questions x runs"
-    ]
-    for path, s in results.items():
-        spread = "-" if s["stderr"] is None else f"{100 * s['stderr']:.1f}"
-        name, score, answered = Path(path).name[-20:], 100 * s["pass_at_1"], 100 * s["answered"]
-        rates = f"{answered:9.1f}% {100 * s['truncated']:9.1f}% {s['tokens']:7.0f}"
-        lines.append(f"{name:20} {score:8.1f} {spread:>6} {rates}   {s['questions']} x {s['runs']}")
+    lines = pandas.DataFrame(results).T
     if len(results) > 1:
-        average = sum(s["pass_at_1"] for s in results.values()) / len(results)
-        lines.append(f"{'average':20} {100 * average:8.1f}")
-    return "\n".join(lines)
-
-
-def parse_args():
-    parser = Parser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", required=True, help="Hugging Face model id or directory")
-    parser.add_argument(
-        "--dataset", required=True, help=f"comma-separated names ({', '.join(SOURCES)}) or files"
-    )
-    parser.add_argument(
-        "--runs", type=int, help="samples of each question (16; 1 for multiple choice)"
-    )
-    parser.add_argument(
-        "--limit", type=int, help="only the first so many questions of each data set"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=8192, help="longer ones are cut off")
-    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy")
-    parser.add_argument("--top-p", type=float, default=0.95, help="1: all")
-    parser.add_argument("--top-k", type=int, default=20, help="0: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples")
-    parser.add_argument(
-        "--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)"
-    )
-    args = parser.parse_args()
-    require_ranges(args, ["runs", "limit", "max_new_tokens"])
-    return args
+        lines.loc["average"] = lines[["pass_at_1"]].mean()
+    lines.index = [Path(name).name for name in lines.index]
+    return lines.to_string(na_rep="", float_format="{:.3f}".format)
 
 
 def main():
-    logging.basicConfig(format="%(message)s")
-    args = parse_args()
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
+    add, count = parser.add_argument, cli.number(int, 1)
+    add("--model", required=True, help="Hugging Face model id or directory")
+    names = f"comma-separated names ({', '.join([*TOY, *HUB])}) or files"
+    add("--dataset", required=True, help=names)
+    add("--runs", type=count, help="samples of each question (default: 16; multiple choice: 1)")
+    add("--limit", type=count, help="only the first so many questions of each data set")
+    add("--max-new-tokens", type=count, default=8192, help="longer ones are cut off")
+    cli.add_sampling(parser)
+    add("--seed", type=int, default=0, help="of the samples")
+    add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
+    args = parser.parse_args()
     out = Path(args.out or time.strftime("runs/%Y%m%d-%H%M%S-eval"))
-    if (out / "results.json").exists():
-        raise InputError(f"{out} holds the results of another evaluation: choose another --out")
-    require_writable(out)
-    device = init_ranks()
+    taken = (out / "results.json").exists()
+    require(not taken, f"{out} holds the results of another evaluation: choose another --out")
+    device = run.init_ranks()
     datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
     model, tokenizer = load(args.model, device)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "samples.jsonl").write_text("")  # now, and not after hours, it shows if that works
 
     results = {}
     for name, problems in datasets.items():
-        letters = all(problem.kind == "letter" for problem in problems)
-        runs = args.runs or (SOURCES[name].runs if name in SOURCES else 1 if letters else 16)
-        settings = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-        settings |= dict(max_new_tokens=args.max_new_tokens, seed=args.seed, name=name)
+        settings = cli.sampling_settings(args) | {"seed": args.seed}
+        runs = args.runs or RUNS[problems[0].kind]
         results[name], records = evaluate(model, tokenizer, problems, runs, **settings)
         if dist.get_rank() == 0:  # after each data set: the next may take hours
-            out.mkdir(parents=True, exist_ok=True)
-            with open(out / "samples.jsonl", "w" if len(results) == 1 else "a") as file:
+            with open(out / "samples.jsonl", "a") as file:
                 file.writelines(json.dumps({"dataset": name} | r) + "\n" for r in records)
             report = {"args": vars(args), "results": results}
-            write_whole(out / "results.json", json.dumps(report, indent=2) + "\n")
-
+            run.write_whole(out / "results.json", json.dumps(report, indent=2) + "\n")
     if dist.get_rank() == 0:
         print(table(results))
         print(f"every sample: {out / 'samples.jsonl'}")
@@ -159,4 +113,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_script(main)
+    cli.run_script(main)

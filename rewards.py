@@ -1,25 +1,22 @@
-"""The paper's rewards by name: each takes a step's rollouts and yields, for one question after the
-other, R [N] in [0, 1] and notes for the log ({"group": cer.Group} or {"verdicts": counts}).
+"""The paper's six rewards by name, and the verifiers: what counts as right.
 
-A sample without an answer (no closed box, or cut off by the length limit) earns 0 from every
-reward.
+A reward takes a step's rollouts and yields, for one question after the other, R [N] in [0, 1] and a
+record for samples.jsonl: CER's matrices, or a verifier's verdicts. A sample without an answer (no
+closed box) earns 0 from every reward.
 """
 
 import logging
-from collections import Counter
+import time
 from dataclasses import dataclass
 
 import torch
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
-from torch.distributed import get_rank
-from tqdm import tqdm
 
 import toy
-from cer import answer_logprobs, cer_reward
-from policy import generate
-from vocabulary import vocabulary
+from cer import answer_logprobs, reward_rollout
+from engine.sampling import generate
 
 
 @dataclass(frozen=True)
@@ -33,14 +30,15 @@ class Judge:
     verifier: tuple | None = None
 
 
-def cer(rollouts, judge):
+def conditional_expectation(rollouts, judge):
     """Conditional Expectation Reward, R = D^-1 W P (Eq. 8)."""
     for rollout in rollouts:
-        R, group = cer_reward(judge.model, judge.tokenizer, rollout, judge.M)
-        yield R, {"group": group}
+        R, group = reward_rollout(judge.model, judge.tokenizer, rollout, judge.M)
+        W, P = group.log_W.exp().tolist(), group.log_P.exp().tolist()
+        yield R, {"distinct_answers": group.answers, "solutions": group.solutions, "W": W, "P": P}
 
 
-def exact(rollouts, judge):
+def exact_match(rollouts, judge):
     """1 where the answer is the reference letter for letter."""
     for rollout in rollouts:
         a_star = rollout.problem.reference
@@ -50,72 +48,53 @@ def exact(rollouts, judge):
 def rule(rollouts, judge):
     """1 where the data set's own verifier accepts the answer."""
     for rollout in rollouts:
-        texts, answers = rollout.texts, rollout.answers
-        found = {i: verdict(rollout.problem, texts[i], answers[i]) for i in rollout.answered}
-        yield from_verdicts(rollout, found)
+        samples = zip(rollout.texts, rollout.answers)
+        yield from_verdicts([verdict(rollout.problem, text, answer) for text, answer in samples])
 
 
 def rule_and_cer(rollouts, judge):
     """The plain average of rule and CER."""
-    for (R_rule, verdicts), (R_cer, group) in zip(rule(rollouts, judge), cer(rollouts, judge)):
-        yield (R_rule + R_cer) / 2, verdicts | group
+    both = zip(rule(rollouts, judge), conditional_expectation(rollouts, judge))
+    for (R_rule, verdicts), (R_cer, matrices) in both:
+        yield (R_rule + R_cer) / 2, verdicts | matrices
 
 
 def verifree(rollouts, judge):
     """VeriFree: R_i = pi(a*|s_i, q), whatever was answered (that there is an answer shows where the
     solution ends). The update then teaches a* in the answer's place: rloo.verifree_rows."""
     for rollout in rollouts:
-        yield likelihood(rollout, judge), {}
-
-
-def nover(rollouts, judge):
-    """NOVER's likelihood per token, pi(a*|s_i, q)^(1 / tokens of a*). Plain: its paper takes it
-    from a slowly following proxy of the policy, pays by rank, and rewards format and brevity."""
-    for rollout in rollouts:
-        yield likelihood(rollout, judge) ** (1 / len(reference_ids(rollout, judge.tokenizer))), {}
-
-
-def likelihood(rollout, judge):
-    """P [N]: pi(a*|s_i, q), the finished reference; 0 without an answer."""
-    contexts, a_star = [rollout.context(i) for i in rollout.answered], rollout.problem.reference
-    log_P = answer_logprobs(judge.model, judge.tokenizer, contexts, [a_star])[0]
-    P = torch.zeros(len(rollout.answers))
-    P[rollout.answered] = log_P.exp().cpu()
-    return P
-
-
-def reference_ids(rollout, tokenizer):
-    """The tokens of "{a*}", as the tokenizer spells it."""
-    return vocabulary(tokenizer).encode("{" + rollout.problem.reference + "}")
+        contexts, a_star = [rollout.context(i) for i in rollout.answered], rollout.problem.reference
+        log_P = answer_logprobs(judge.model, judge.tokenizer, contexts, [a_star])[0]
+        R = torch.zeros(len(rollout.answers))
+        R[rollout.answered] = log_P.exp().cpu()
+        yield R, {}
 
 
 def general_verifier(rollouts, judge):
     """1 where another language model finds the answer equal to the reference. It is asked once for
     each distinct (question, reference, answer) of the step, in one batch."""
     asked = [
-        {i: (r.problem.question, r.problem.reference, r.answers[i]) for i in r.answered}
+        [None if a is None else (r.problem.question, r.problem.reference, a) for a in r.answers]
         for r in rollouts
     ]
-    distinct = list(dict.fromkeys(triple for triples in asked for triple in triples.values()))
+    distinct = list(dict.fromkeys(triple for triples in asked for triple in triples if triple))
     verdict_on = dict(zip(distinct, ask(judge.verifier, distinct)))
-    for rollout, triples in zip(rollouts, asked):
-        yield from_verdicts(rollout, {i: verdict_on[triple] for i, triple in triples.items()})
+    for triples in asked:
+        yield from_verdicts([verdict_on.get(triple) for triple in triples])
 
 
-def from_verdicts(rollout, verdicts):
-    """verdicts: of each sample that answered -> R [N], 1 where "right"; and their counts."""
-    R = torch.tensor([float(verdicts.get(i) == "right") for i in range(len(rollout.answers))])
-    return R, {"verdicts": Counter(verdicts.values())}
+def from_verdicts(verdicts):
+    """Verdicts on the samples, None without an answer -> R [N], 1 where "right", and the record."""
+    return torch.tensor([float(said == "right") for said in verdicts]), {"verdicts": verdicts}
 
 
 REWARDS = {
-    "cer": cer,
-    "exact": exact,
+    "cer": conditional_expectation,
+    "exact": exact_match,
     "rule": rule,
     "rule+cer": rule_and_cer,
     "verifree": verifree,
     "general-verifier": general_verifier,
-    "nover": nover,
 }
 
 
@@ -143,9 +122,7 @@ def ask(verifier, triples):
     model, tokenizer = verifier
     texts = [VERIFIER_PROMPT.format(question=q, reference=r, answer=a) for q, r, a in triples]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
-    bar = tqdm(total=len(prompts), desc="verifier", leave=False, delay=10, disable=get_rank() > 0)
-    with bar:
-        outputs, _ = generate(model, prompts, 1024, temperature=0, progress=bar.update)
+    outputs, _ = generate(model, prompts, 1024, name="verifier", temperature=0)
     return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
 
 
@@ -162,14 +139,15 @@ def decision(output):
 def verdict(problem, text, answer):
     """The data set's own verifier: math-verify, equality of the letter, or the toy's rule.
 
-    -> "right" or "wrong", and from math-verify also "unparsed" or "timeout". As the authors do,
-    math-verify reads the last 512 characters of the text, with or without a box.
+    -> "right" or "wrong", and from math-verify also "unparsed" or "timeout"; None without an
+    answer. As the authors do, math-verify reads the last 512 characters of the text.
     """
+    if answer is None:
+        return None
     if problem.kind == "math":
         return math_verify(problem.reference, text)
-    if problem.kind == "letter":
-        return "right" if answer == problem.reference else "wrong"
-    return "right" if toy.same_digits(answer, problem.reference) else "wrong"
+    same = toy.same_digits if problem.kind == "toy" else str.__eq__
+    return "right" if same(answer, problem.reference) else "wrong"
 
 
 def is_correct(problem, text, answer):
@@ -180,7 +158,8 @@ def is_correct(problem, text, answer):
     return verdict(problem, text, answer) == "right"
 
 
-# math-verify as the paper's authors set it up.
+# math-verify as the paper's authors set it up; the seconds are its own default.
+MATH_VERIFY_SECONDS = 5
 BOXED_LATEX = [
     LatexExtractionConfig(
         boxed_match_priority=0,
@@ -192,29 +171,16 @@ BOXED_LATEX = [
 ]
 
 
-class Timeouts(logging.Filter):
-    """math-verify reports its time-outs only to its log: count them there."""
-
-    count = 0
-
-    def filter(self, record):
-        timeout = "Timeout during" in record.getMessage()
-        self.count += timeout
-        return not timeout
-
-
-TIMEOUTS = Timeouts()
-for module in "math_verify.parser", "math_verify.grader":
-    logging.getLogger(module).addFilter(TIMEOUTS)
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a time-out is no news: it is counted
 
 
 def math_verify(reference, text):
-    before = TIMEOUTS.count
+    start = time.perf_counter()
     gold = parse(rf"\boxed{{{reference}}}", BOXED_LATEX, extraction_mode="first_match")
     prediction = parse(text[-512:], BOXED_LATEX, extraction_mode="first_match")
-    if math_verify_equal(gold, prediction):
+    if math_verify_equal(gold, prediction, timeout_seconds=MATH_VERIFY_SECONDS):
         return "right"
-    if TIMEOUTS.count > before:
+    if time.perf_counter() - start >= MATH_VERIFY_SECONDS:
         return "timeout"
     # What could not be read as mathematics is left as text, and text equals only the same text.
     both_read = all(any(not isinstance(e, str) for e in found) for found in (gold, prediction))

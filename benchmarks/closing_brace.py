@@ -9,13 +9,13 @@ the tokenizer spells it; "cover" is answer_logprobs.
 """
 
 import measure
-import torch
-
 import policy
-from cer import answer_logprobs
-from data import Parser, run_script
+import torch
 from policy import pad
 from vocabulary import vocabulary
+
+from cer import answer_logprobs
+from data import Parser, run_script
 
 COLOURS = "red orange yellow green blue purple violet indigo black white pink brown grey".split()
 LISTS = {

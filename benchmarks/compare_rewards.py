@@ -17,15 +17,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import policy
 import torch
 from measure import ROOT, commit, markdown
+from rundir import checkpoints
 from tqdm import tqdm
 
-import policy
 import rewards
 import toy
 from data import Parser, require, run_script
-from rundir import checkpoints
 
 RUNS = ROOT / "runs" / "compare_rewards"
 CONFIGURATIONS = {name: f"--reward {name}" for name in rewards.REWARDS}

@@ -9,13 +9,13 @@ whose answers differ in form ("8 legs", "ten", "21"). --question K takes another
 import json
 
 import measure
+import policy
 import torch
+from rundir import sample_record
 
 import plot
-import policy
 from cer import cer_reward
 from data import INSTRUCTION, SYSTEM, Parser, Problem, require, run_script
-from rundir import sample_record
 
 WORKED = [
     ("How many legs do 2 cats have?", "A cat has 4 legs, so 2 * 4 = 8.", "8 legs"),

@@ -10,15 +10,15 @@ context, and M. Contexts are from half of the given length to all of it.
 import random
 
 import measure
+import policy
 import torch
 import torch.nn.functional as F
+from policy import Rollout, pad
 from tqdm import tqdm
+from vocabulary import vocabulary
 
-import policy
 from cer import answer_logprobs, cer_reward
 from data import Parser, Problem, run_script
-from policy import Rollout, pad
-from vocabulary import vocabulary
 
 
 @torch.no_grad()

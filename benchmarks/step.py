@@ -14,17 +14,17 @@ import random
 from unittest import mock
 
 import measure
+import policy
 import torch
+from policy import Rollout
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
+from vocabulary import vocabulary
 
-import policy
 import rewards
 from data import Parser, Problem, require, run_script
-from policy import Rollout
 from rloo import leave_one_out, rloo_rows
 from train import update
-from vocabulary import vocabulary
 
 MEASURED = [name for name in rewards.REWARDS if name != "general-verifier"]
 

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import data
-import policy
 import train
+from engine import cli, policy, run
+from rloo import update
 
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = f"{HERE}:{HERE.parent}"  # for the server
@@ -19,7 +21,9 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["processes"])
 
 
-def start(function, *args, **environment):
+def start(function, *args, device="cpu", **environment):
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     process = SERVER.Process(target=enter, args=(environment, function, *args))
     process.start()
     return process
@@ -31,13 +35,19 @@ def enter(environment, function, *args):
     function(*args)
 
 
-def start_ranks(world, function, *args):
+def start_ranks(world, function, *args, device="cpu"):
     """As torchrun does: one process a rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    common = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, device=device)
     return [start(function, *args, RANK=r, LOCAL_RANK=r, **common) for r in range(world)]
+
+
+def finish(processes, code=0, seconds=120):
+    for process in processes:
+        process.join(seconds)
+    assert [process.exitcode for process in processes] == [code] * len(processes)
 
 
 def train_in(directory, arguments):
@@ -47,30 +57,32 @@ def train_in(directory, arguments):
     log = os.open(f"log-{os.environ.get('RANK', 0)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    data.run_script(train.main)
+    cli.run_script(train.main)
 
 
 def two_updates(model_dir, rows, budget, lr, path):
     """Two optimizer steps; rank 0 saves what they did."""
-    policy.init_ranks()
-    model = policy.shard(policy.load_model(model_dir, "cpu", torch.float32))
+    run.init_ranks()
+    model = policy.shard(
+        policy.load_model(model_dir, "cpu", torch.float32).to(run.compute_device())
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    done = [train.update(model, optimizer, rows, lr, budget) for _ in range(2)]
-    weights = {name: p.full_tensor() for name, p in model.named_parameters()}
-    if policy.dist.get_rank() == 0:
+    done = [update(model, optimizer, rows, lr, budget) for _ in range(2)]
+    weights = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}
+    if dist.get_rank() == 0:
         torch.save({"done": done, "weights": weights}, path)
-    policy.dist.barrier()
-    policy.dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def fail_on_rank_1():
     def main():
-        policy.init_ranks()
-        if policy.dist.get_rank() == 1:
+        run.init_ranks()
+        if dist.get_rank() == 1:
             raise data.InputError("the disk of this rank is gone")
-        policy.dist.barrier()
+        dist.barrier()
 
-    data.run_script(main)
+    cli.run_script(main)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,145 @@
-"""What the paper promises, on distributions small enough to enumerate; and the fast scorer against
-the naive one that specifies it."""
+"""CER against its specification: the naive scorer, and what the paper promises on distributions
+small enough to enumerate."""
 
 from collections import Counter
 
 import pytest
 import torch
-from conftest import naive_logprobs, rollout_of, tiny_model
+from conftest import on_devices, rollout_of, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import cer
 import data
-import policy
-from cer import answer_logprobs, cer_reward, choose_columns, exact_cer
-from vocabulary import vocabulary
+from cer import answer_logprobs, choose_solutions, exact_cer, reward_rollout
+from engine.policy import load
+from engine.sampling import encode_prompt, sample
+from engine.tokens import pad, vocabulary
 
-torch.set_printoptions(precision=8)
+# ------------------------------------------------------------------ the scorer and its specification
+
+
+@torch.no_grad()
+def naive_logprobs(model, tokenizer, contexts, answer):
+    """The definition: for every context a full forward pass for every prefix of the answer, and the
+    whole vocabulary searched for the tokens that finish it."""
+    table = vocabulary(tokenizer).bytes
+    path = tokenizer.encode("{" + answer, add_special_tokens=False)
+    missing = [b"".join(table[t] for t in path[i:]) + b"}" for i in range(len(path) + 1)]
+    closers = [[v for v, piece in enumerate(table) if piece.startswith(m)] for m in missing]
+    result = []
+    for context in contexts:
+        ways, so_far = [], 0.0
+        for i in range(len(path) + 1):
+            ids = torch.tensor([context + path[:i]], device=model.device)
+            logp = model(input_ids=ids).logits[0, -1].float().log_softmax(-1)
+            ways.append(so_far + logp[closers[i]].exp().sum().log())
+            so_far = so_far + logp[path[i]] if i < len(path) else so_far
+        result.append(torch.stack(ways).logsumexp(0))
+    return torch.stack(result)
+
+
+ANSWERS = ["14", "1", r"\frac{1}{2}", r"(-\infty, 3]", " 14 ", "", "größer als 5 µm", "日本 🙂"]
+ANSWERS += ["14 eggs"]
+
+
+def contexts_of(tokenizer):
+    solutions = ["", "3*4=12; 12+2=14 eggs\n" * 4, "so it is", "2+2=4;\n"]
+    contexts = [tokenizer.encode(f"Ana has {text}\\boxed") for text in solutions]
+    return [*contexts, contexts[0][:1]]
+
+
+def check_against_naive(model, tokenizer, limit=1e-4):
+    contexts = contexts_of(tokenizer)
+    fast = answer_logprobs(model, tokenizer, contexts, ANSWERS)
+    assert fast.shape == (len(ANSWERS), len(contexts)) and fast.dtype == torch.float32
+    naive = torch.stack([naive_logprobs(model, tokenizer, contexts, a) for a in ANSWERS])
+    assert (fast - naive).abs().max() < limit
+    return fast
+
+
+@on_devices
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_scores_equal_naive_full_forwards(device, tokenizer, family, tied):
+    check_against_naive(tiny_model(len(tokenizer) + 11, family, tied).to(device), tokenizer)
+
+
+@on_devices
+def test_scores_in_bf16_are_as_near_as_the_naive_ones(device, tokenizer):
+    """Two ways to round the same numbers: neither is nearer to fp32 than the other, in the median
+    over answers and contexts. The log-probs lie around -30; bf16 keeps 8 bits."""
+    model, rounded = (tiny_model(len(tokenizer)).to(device) for _ in range(2))
+    rounded.to(torch.bfloat16)
+    contexts = contexts_of(tokenizer)
+    exact = answer_logprobs(model, tokenizer, contexts, ANSWERS)
+    fast = answer_logprobs(rounded, tokenizer, contexts, ANSWERS)
+    naive = torch.stack([naive_logprobs(rounded, tokenizer, contexts, a) for a in ANSWERS])
+    assert fast.dtype == torch.float32
+    assert (fast - exact).abs().median() < 0.3 and (naive - exact).abs().median() < 0.3
+
+
+def test_scores_equal_naive_with_the_real_tokenizer(qwen_tokenizer):
+    check_against_naive(tiny_model(151_936, hidden_size=16, num_hidden_layers=1), qwen_tokenizer)
+
+
+def test_scores_equal_naive_in_eager_attention(tokenizer):
+    model = tiny_model(len(tokenizer))
+    model.set_attn_implementation("eager")
+    check_against_naive(model, tokenizer)
+
+
+@pytest.mark.parametrize("slots, logits", [(1024, 1024), (12, 1024), (1, 1), (40, 20)])
+def test_the_cut_into_packings_and_batches_changes_nothing(tokenizer, monkeypatch, slots, logits):
+    model = tiny_model(len(tokenizer))
+    whole = check_against_naive(model, tokenizer)
+    monkeypatch.setattr(cer, "SLOTS_AT_ONCE", slots)
+    monkeypatch.setattr(cer, "LOGITS_AT_ONCE", logits)
+    monkeypatch.setattr(cer, "batches", lambda lengths, _: [(0, 1), (1, 3), (3, len(lengths))])
+    assert (check_against_naive(model, tokenizer) - whole).abs().max() < 1e-4
+
+
+def test_the_price_of_scoring(tokenizer):
+    """In floating-point operations, so that no clock is needed: against one full forward pass for
+    each pair, and of many answers against one."""
+    model, spelled = tiny_model(len(tokenizer)), tokenizer.encode("Ana has")
+    contexts = [spelled[:1] * (256 + 16 * j) for j in range(16)]
+    answers = [rf"\frac{{{i}}}{{7}}" for i in range(16)]
+
+    def flops(function):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            function()
+        return counter.get_total_flops()
+
+    def ours(U):
+        return flops(lambda: answer_logprobs(model, tokenizer, contexts, answers[:U]))
+
+    def naive():
+        for answer in answers[:11]:  # U = 10 and a*
+            ids = pad([c + tokenizer.encode("{" + answer) for c in contexts])
+            model.base_model(input_ids=ids, use_cache=False)
+
+    assert flops(naive) > 8 * ours(11)
+    assert ours(16) < 3 * ours(1)
+
+
+def test_no_contexts_no_answers(tokenizer):
+    model = tiny_model(len(tokenizer))
+    assert answer_logprobs(model, tokenizer, [], ["14"]).shape == (1, 0)
+    assert answer_logprobs(model, tokenizer, [[5]], []).shape == (0, 1)
+    with pytest.raises(ValueError, match="at least one token"):
+        answer_logprobs(model, tokenizer, [[]], ["14"])
+
+
+def test_finished_answers_exclude_each_other(tokenizer):
+    """So the probabilities of any set of them sum to at most 1."""
+    model = tiny_model(len(tokenizer))
+    texts = {piece.decode() for piece in vocabulary(tokenizer).bytes if piece.isalnum()}
+    context = tokenizer.encode(r"\boxed")
+    total = answer_logprobs(model, tokenizer, [context], sorted(texts)).exp().sum()
+    assert 0 < total < 1
+
+
+# ---------------------------------------------------------------------------------- the mathematics
 
 
 def finite_distribution(S=7, A=5, seed=0):
@@ -23,9 +148,6 @@ def finite_distribution(S=7, A=5, seed=0):
     prior = torch.rand(S, dtype=torch.float64, generator=generator)
     likelihood = torch.rand(S, A, dtype=torch.float64, generator=generator) ** 3
     return prior / prior.sum(), likelihood / likelihood.sum(1, keepdim=True)
-
-
-# ---------------------------------------------------------------------------------- the mathematics
 
 
 def test_exact_cer_is_the_conditional_expectation_written_out():
@@ -46,15 +168,12 @@ def test_a_hand_worked_example():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bounds(seed):
+def test_rewards_are_probabilities(seed):
     rho = exact_cer(*finite_distribution(seed=seed))
     assert (rho >= 0).all() and (rho <= 1).all()
     assert torch.allclose(rho.sum(1), torch.ones(5, dtype=torch.float64))  # some answer is given
-
-
-def test_bounds_are_reached():
-    rho = exact_cer(torch.tensor([0.3, 0.7]), torch.eye(2))  # each solution knows its one answer
-    assert torch.equal(rho, torch.eye(2))
+    sure = exact_cer(torch.tensor([0.3, 0.7]), torch.eye(2))  # each solution knows its one answer
+    assert torch.equal(sure, torch.eye(2))
 
 
 def test_an_impossible_answer_earns_nothing():
@@ -64,13 +183,10 @@ def test_an_impossible_answer_earns_nothing():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_theorem_1_a_correct_answer_earns_at_least_its_probability(seed):
-    """rho(a*, a*) = E[p^2] / E[p] >= E[p] = pi(a*|q), p = pi(a*|s,q)."""
+    """rho(a*, a*) = E[p^2] / E[p] >= E[p] = pi(a*|q), p = pi(a*|s,q); with equality where every
+    solution is as likely to give it."""
     prior, likelihood = finite_distribution(seed=seed)
     assert (exact_cer(prior, likelihood).diagonal() > prior @ likelihood).all()
-
-
-def test_theorem_1_with_equality_where_every_solution_is_as_likely_to_give_it():
-    prior, likelihood = finite_distribution()
     likelihood[:, 0] = 0.2
     likelihood[:, 1:] *= 0.8 / likelihood[:, 1:].sum(1, keepdim=True)
     gap = exact_cer(prior, likelihood).diagonal() - prior @ likelihood
@@ -101,155 +217,53 @@ def test_cer_equals_the_matrix_formula():
 
 
 def test_cer_keeps_proportions_far_below_the_smallest_float():
-    R = cer.cer(torch.tensor([[-2000.0, -2000.0 + torch.log(torch.tensor(3.0))]]), torch.zeros(2))
-    assert R.item() == pytest.approx(1.0)
     R = cer.cer(torch.tensor([[-2000.0, -2001.0]]), torch.tensor([0.0, -torch.inf]))
     assert R.item() == pytest.approx(1 / (1 + torch.tensor(-1.0).exp().item()))
 
 
-def test_a_row_of_minus_infinity_earns_zero():
-    log_W = torch.tensor([[-torch.inf, -torch.inf], [-1.0, -torch.inf]])
+def test_a_row_of_minus_infinity_earns_zero_and_nan_is_not_hidden():
+    log_W = torch.tensor([[-torch.inf, -torch.inf], [-1.0, -torch.inf], [torch.nan, 0.0]])
     R = cer.cer(log_W, torch.tensor([-0.5, -0.1]))
-    assert R.tolist() == [0.0, pytest.approx(torch.tensor(-0.5).exp().item())]
+    assert R[:2].tolist() == [0.0, pytest.approx(torch.tensor(-0.5).exp().item())]
+    assert R[2].isnan()
 
 
-def test_own_solutions_are_the_first_columns():
-    answer_of_column = [0, 1, 0, 2, 0, 1]
+def test_own_solutions_come_first():
+    answer_of_solution = [0, 1, 0, 2, 0, 1]
     for M in range(1, 7):
-        chosen = choose_columns(3, answer_of_column, M)
+        chosen = choose_solutions(3, answer_of_solution, M)
         assert chosen.sum(1).tolist() == [M] * 3
         for u in range(3):
-            own = [j for j, a in enumerate(answer_of_column) if a == u]
+            own = [j for j, a in enumerate(answer_of_solution) if a == u]
             assert chosen[u, own].sum() == min(M, len(own))
-    others = torch.stack([choose_columns(3, answer_of_column, 2)[2] for _ in range(300)]).sum(0)
+    others = torch.stack([choose_solutions(3, answer_of_solution, 2)[2] for _ in range(300)]).sum(0)
     assert others[3] == 300 and (others[[0, 1, 2, 4, 5]] > 30).all()  # at random among the others
 
 
-# -------------------------------------------------------------------------- the scorer and its spec
-
-
-ANSWERS = [
-    "14",
-    "1",
-    r"\frac{1}{2}",
-    r"(-\infty, 3]",
-    " 14 ",
-    "",
-    "größer als 5 µm",
-    "日本 🙂",
-    "14 eggs",
-]
-
-
-def check_against_naive(model, tokenizer, limit):
-    solutions = ["", "3*4=12; 12+2=14 eggs\n" * 4, "so it is", "2+2=4;\n"]
-    contexts = [tokenizer.encode(f"Ana has {text}\\boxed") for text in solutions]
-    contexts.append(contexts[0][:1])
-    fast = answer_logprobs(model, tokenizer, contexts, ANSWERS)
-    assert fast.shape == (len(ANSWERS), len(contexts)) and fast.dtype == torch.float32
-    naive = torch.stack([naive_logprobs(model, tokenizer, contexts, a) for a in ANSWERS])
-    assert (fast - naive).abs().max() < limit
-    return fast
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_scores_equal_naive_full_forwards(tokenizer, family, tied):
-    check_against_naive(tiny_model(len(tokenizer) + 11, family, tied), tokenizer, limit=1e-4)
-
-
-def test_scores_equal_naive_with_the_real_tokenizer(qwen_tokenizer):
-    model = tiny_model(151_936, hidden_size=16, num_hidden_layers=1)
-    check_against_naive(model, qwen_tokenizer, limit=1e-4)
-
-
-def test_scores_equal_naive_in_eager_attention(tokenizer):
-    model = tiny_model(len(tokenizer))
-    model.set_attn_implementation("eager")
-    check_against_naive(model, tokenizer, limit=1e-4)
-
-
-def test_scores_in_bf16_are_near(tokenizer):
-    exact = tiny_model(len(tokenizer))
-    rounded = tiny_model(len(tokenizer)).to(torch.bfloat16)
-    contexts = [tokenizer.encode(r"Ana has 3*4=12; \boxed"), tokenizer.encode(r"\boxed")]
-    fast = answer_logprobs(rounded, tokenizer, contexts, ANSWERS)
-    assert fast.dtype == torch.float32
-    difference = fast - answer_logprobs(exact, tokenizer, contexts, ANSWERS)
-    assert difference.abs().median() < 0.3  # of log-probs around -30
-
-
-@pytest.mark.parametrize("fits, columns", [(120, 1024), (1, 1024), (10_000, 1), (120, 12)])
-def test_the_cut_into_micro_batches_changes_nothing(tokenizer, monkeypatch, fits, columns):
-    model = tiny_model(len(tokenizer))
-    whole = check_against_naive(model, tokenizer, limit=1e-4)
-    monkeypatch.setattr(cer, "TOKENS_AT_ONCE", fits)
-    monkeypatch.setattr(cer, "TREE_COLUMNS", columns)
-    assert (check_against_naive(model, tokenizer, limit=1e-4) - whole).abs().max() < 1e-4
-
-
-def test_the_price_of_scoring(tokenizer):
-    """In floating-point operations, so that no clock is needed: against one full forward pass for
-    each pair, and of many answers against one."""
-    model, spelled = tiny_model(len(tokenizer)), tokenizer.encode("Ana has")
-    contexts = [spelled[:1] * (256 + 16 * j) for j in range(16)]
-    answers = [rf"\frac{{{i}}}{{7}}" for i in range(16)]
-
-    def flops(function):
-        with FlopCounterMode(display=False) as counter:
-            function()
-        return counter.get_total_flops()
-
-    def ours(U):
-        return flops(lambda: answer_logprobs(model, tokenizer, contexts, answers[:U]))
-
-    def naive():
-        for answer in answers[:11]:  # U = 10 and a*
-            ids = policy.pad([c + tokenizer.encode("{" + answer) for c in contexts])
-            with torch.no_grad():
-                model.base_model(input_ids=ids, use_cache=False)
-
-    assert flops(naive) > 8 * ours(11)
-    assert ours(16) < 3 * ours(1)
-
-
-def test_no_contexts_no_answers(tokenizer):
-    model = tiny_model(len(tokenizer))
-    assert answer_logprobs(model, tokenizer, [], ["14"]).shape == (1, 0)
-    assert answer_logprobs(model, tokenizer, [[5]], []).shape == (0, 1)
-    with pytest.raises(ValueError, match="at least one token"):
-        answer_logprobs(model, tokenizer, [[]], ["14"])
-
-
-def test_answers_in_all_their_continuations_share_the_probability(tokenizer):
-    """Finished answers exclude each other, so their probabilities sum to at most 1; and the
-    finished answers of one token, "{x}", are all that the model can say in that shape."""
-    model = tiny_model(len(tokenizer))
-    texts = {piece.decode() for piece in vocabulary(tokenizer).bytes if piece.isalnum()}
-    context = tokenizer.encode(r"\boxed")
-    total = answer_logprobs(model, tokenizer, [context], sorted(texts)).exp().sum()
-    assert 0 < total < 1
+def test_with_m_equal_n_the_mean_reward_is_that_of_p_in_expectation():
+    """Over all the answers that the N solutions lead to: mean of R = mean of P, whatever W is."""
+    W, P = torch.rand(4, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    W = W / W.sum(0)  # four answers are all that the six solutions lead to
+    R = cer.cer(W.log(), P.log())  # of each answer
+    assert (W.T @ R).mean() == pytest.approx(P.mean().item(), abs=1e-15)
 
 
 # ------------------------------------------------------------------------------------- one question
 
 
-def test_cer_reward_is_the_definition_over_all_pairs(tokenizer):
+def test_the_reward_of_a_rollout_is_the_definition_over_all_pairs(tokenizer):
     model = tiny_model(len(tokenizer))
     texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "\\boxed{seven}"]
     rollout = rollout_of(tokenizer, texts, reference="7")
-    R, group = cer_reward(model, tokenizer, rollout, M=5)
+    R, group = reward_rollout(model, tokenizer, rollout, M=5)
     boxed = [0, 1, 2, 4]
     contexts = [rollout.context(j) for j in boxed]
-
-    def pi(answer):
-        return naive_logprobs(model, tokenizer, contexts, answer).exp()
-
+    P = naive_logprobs(model, tokenizer, contexts, "7").exp()
     for i in boxed:
-        W_i, P = pi(rollout.answers[i]), pi("7")
+        W_i = naive_logprobs(model, tokenizer, contexts, rollout.answers[i]).exp()
         assert R[i] == pytest.approx(((W_i * P).sum() / W_i.sum()).item(), rel=1e-3)
     assert R[3] == 0 and R[0] == R[2]
-    assert group.answers == ["12", "7", "seven"] and group.columns == boxed
+    assert group.answers == ["12", "7", "seven"] and group.solutions == boxed
     assert group.log_W.shape == (3, 4) and group.log_P.shape == (4,)
     assert torch.equal(group.log_P, group.log_W[1])  # a* equals an answer and shares its row
 
@@ -257,48 +271,37 @@ def test_cer_reward_is_the_definition_over_all_pairs(tokenizer):
 def test_m_1_judges_each_answer_by_a_solution_of_its_own(tokenizer):
     model = tiny_model(len(tokenizer))
     texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs"]
-    R, group = cer_reward(model, tokenizer, rollout_of(tokenizer, texts, "seven"), M=1)
+    R, group = reward_rollout(model, tokenizer, rollout_of(tokenizer, texts, "seven"), M=1)
     P = group.log_P.exp()
     assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
 
 
-def test_without_any_answer_all_earn_nothing(tokenizer):
+def test_no_answers_and_empty_answers(tokenizer):
     model = tiny_model(len(tokenizer))
-    R, group = cer_reward(model, tokenizer, rollout_of(tokenizer, ["no", "box"], "7"), M=2)
-    assert R.tolist() == [0, 0] and group.columns == []
-
-
-def test_an_empty_box_earns_nothing_unless_the_reference_is_empty(tokenizer):
-    model = tiny_model(len(tokenizer))
+    R, group = reward_rollout(model, tokenizer, rollout_of(tokenizer, ["no", "box"], "7"), M=2)
+    assert R.tolist() == [0, 0] and group.solutions == []
     texts = ["\\boxed{}", "\\boxed{7}"]
-    R, _ = cer_reward(model, tokenizer, rollout_of(tokenizer, texts, "7"), M=2)
-    assert R[0] == 0 and R[1] > 0
-    R, _ = cer_reward(model, tokenizer, rollout_of(tokenizer, texts, ""), M=2)
-    assert R[0] > 0
-
-
-def test_with_m_equal_n_the_mean_reward_is_that_of_p_in_expectation():
-    """Over the answers that the N solutions lead to: mean of R = mean of P, whatever W is."""
-    W, P = torch.rand(4, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
-    W = W / W.sum(0)  # four answers are all that the six solutions lead to
-    R = cer.cer(W.log(), P.log())  # of each answer
-    assert (W.T @ R).mean() == pytest.approx(P.mean().item(), abs=1e-15)
+    R, _ = reward_rollout(model, tokenizer, rollout_of(tokenizer, texts, "7"), M=2)
+    assert R[0] == 0 and R[1] > 0  # an empty box earns nothing,
+    R, _ = reward_rollout(model, tokenizer, rollout_of(tokenizer, texts, ""), M=2)
+    assert R[0] > 0  # unless the reference is empty
 
 
 def test_theorem_2_on_a_language_model(toy_model_dir):
     """The mean of pi(a*|s), the mean CER and the rate of exact match estimate one number."""
-    model, tokenizer = policy.load(toy_model_dir, "cpu")
-    problem = data.load_problems("toy-test", 1)[0]
-    prompt = policy.encode_prompt(tokenizer, problem)
+    model, tokenizer = load(toy_model_dir, "cpu")
+    pilots = [(p, encode_prompt(tokenizer, p)) for p in data.load_problems("toy-test", 8)]
+    given = Counter()  # for a reference, an answer that the model gives, to any of eight questions
+    for k, pilot in enumerate(sample(model, tokenizer, pilots, 64, max_new_tokens=32)):
+        given.update((k, answer) for answer in pilot.answers if answer)
+    (k, a_star), _ = given.most_common(1)[0]
+    problem, prompt = data.Problem(pilots[k][0].question, a_star, "toy"), pilots[k][1]
     N, groups, estimates = 64, 40, {"P": [], "CER": [], "exact": []}
-    pilot = policy.sample(model, tokenizer, [problem], [prompt], n=256, max_new_tokens=32)[0]
-    a_star = Counter(filter(None, pilot.answers)).most_common(1)[0][0]  # one that the model gives
-    problem = data.Problem(problem.question, a_star, "toy")
-    for rollout in policy.sample(model, tokenizer, [problem] * groups, [prompt] * groups, N, 32):
-        R, group = cer_reward(model, tokenizer, rollout, M=N)
+    for rollout in sample(model, tokenizer, [(problem, prompt)] * groups, N, 32):
+        R, group = reward_rollout(model, tokenizer, rollout, M=N)
         estimates["CER"].append(R.mean())
         estimates["P"].append(group.log_P.exp().sum() / N)  # no answer: P = 0
-        estimates["exact"].append(sum(a == a_star for a in rollout.answers) / N)
+        estimates["exact"].append(rollout.answers.count(a_star) / N)
     mean = {name: torch.tensor(values).mean() for name, values in estimates.items()}
     error = {name: torch.tensor(values).std() / groups**0.5 for name, values in estimates.items()}
     assert mean["exact"] > 0.01  # there is something to compare

@@ -1,30 +1,18 @@
-import logging
+"""Every reward by its definition, and the verifiers."""
+
 import random
+import time
 
 import pytest
 import torch
-from conftest import naive_logprobs, rollout_of, tiny_model
+from conftest import rollout_of, tiny_model
+from test_cer import naive_logprobs
 
 import data
-import policy
 import rewards
 import toy
-from policy import Rollout
+from engine import policy
 from rewards import REWARDS, Judge, verdict
-
-
-def rollout(texts, reference, kind="math"):
-    found = [data.split_answer(text) for text in texts]
-    return Rollout(
-        problem=data.Problem("q", reference, kind),
-        prompt=[1],
-        completions=[[2, 3]] * len(texts),
-        texts=texts,
-        cuts=[1] * len(texts),
-        answers=[f and f[1] for f in found],
-        truncated=[False] * len(texts),
-        entropies=[0.0] * len(texts),
-    )
 
 
 def reward(name, rollout, judge=None):
@@ -34,33 +22,36 @@ def reward(name, rollout, judge=None):
 TEXTS = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{2}", r"\boxed{1/2", "0.5"]
 
 
-def test_exact_match_is_letter_for_letter():
-    assert reward("exact", rollout(TEXTS, r"\frac{1}{2}"))[0].tolist() == [1, 0, 0, 0, 0]
-    spaced = rollout([r"\boxed{ 14 }", r"\boxed{14}"], "14")
+def test_exact_match_is_letter_for_letter(tokenizer):
+    rollout = rollout_of(tokenizer, TEXTS, r"\frac{1}{2}")
+    assert reward("exact", rollout)[0].tolist() == [1, 0, 0, 0, 0]
+    spaced = rollout_of(tokenizer, [r"\boxed{ 14 }", r"\boxed{14}"], "14")
     assert reward("exact", spaced)[0].tolist() == [0, 1]
 
 
-def test_rule_accepts_equal_values_and_nothing_without_a_box():
-    R, notes = reward("rule", rollout(TEXTS, r"\frac{1}{2}"))
+def test_rule_accepts_equal_values_and_nothing_without_a_box(tokenizer):
+    R, record = reward("rule", rollout_of(tokenizer, TEXTS, r"\frac{1}{2}", "math"))
     assert R.tolist() == [1, 1, 0, 0, 0]
-    assert notes["verdicts"] == {"right": 2, "wrong": 1}
+    assert record["verdicts"] == ["right", "right", "wrong", None, None]
 
 
-def test_rule_on_letters_and_on_the_toy():
-    letters = rollout([r"\boxed{B}", r"\boxed{A}", r"\boxed{B.}"], "B", "letter")
+def test_rule_on_letters_and_on_the_toy(tokenizer):
+    letters = rollout_of(tokenizer, [r"\boxed{B}", r"\boxed{A}", r"\boxed{B.}"], "B", "letter")
     assert reward("rule", letters)[0].tolist() == [1, 0, 0]
-    toy = rollout([r"\boxed{14 eggs}", r"\boxed{fourteen}"], "it is 14", "toy")
-    assert reward("rule", toy)[0].tolist() == [1, 0]
-    for text, answer in zip(toy.texts, toy.answers):  # the ground truth is wider than the rule
-        assert rewards.is_correct(toy.problem, text, answer)
+    numbers = rollout_of(tokenizer, [r"\boxed{14 eggs}", r"\boxed{fourteen}"], "it is 14")
+    assert reward("rule", numbers)[0].tolist() == [1, 0]
+    for text, answer in zip(numbers.texts, numbers.answers):  # the ground truth knows words too
+        assert rewards.is_correct(numbers.problem, text, answer)
 
 
-def test_rule_and_cer_is_their_average(monkeypatch):
-    R_cer = torch.tensor([0.5, 0.2, 0.0, 0.0, 0.0])
-    monkeypatch.setattr(rewards, "cer_reward", lambda *_: (R_cer, "group"))
-    R, notes = reward("rule+cer", rollout(TEXTS, r"\frac{1}{2}"))
-    assert torch.allclose(R, torch.tensor([0.75, 0.6, 0.0, 0.0, 0.0]))
-    assert notes["group"] == "group" and notes["verdicts"]["right"] == 2
+@pytest.mark.parametrize("kind", ["math", "letter", "toy"])
+def test_one_rule_for_an_answer_in_training_and_evaluation(kind):
+    """A closed box is an answer, whatever comes after it; without one nothing is right."""
+    problem = data.Problem("q", "B" if kind == "letter" else "14", kind)
+    text = rf"\boxed{{{problem.reference}}} and so"
+    assert rewards.is_correct(problem, text, problem.reference)
+    assert not rewards.is_correct(problem, problem.reference, None)
+    assert verdict(problem, problem.reference, None) is None
 
 
 @pytest.mark.parametrize(
@@ -76,15 +67,16 @@ def test_rule_and_cer_is_their_average(monkeypatch):
     ],
 )
 def test_math_verify_as_the_authors_set_it_up(reference, text, expected):
-    assert verdict(data.Problem("q", reference), text, None) == expected
+    assert verdict(data.Problem("q", reference), text, "boxed") == expected
 
 
 def test_time_outs_are_counted_apart(monkeypatch):
-    def too_slow(gold, prediction):
-        logging.getLogger("math_verify.grader").warning("Timeout during comparison")
+    def too_slow(gold, prediction, timeout_seconds):
+        time.sleep(timeout_seconds)
         return False
 
     monkeypatch.setattr(rewards, "math_verify_equal", too_slow)
+    monkeypatch.setattr(rewards, "MATH_VERIFY_SECONDS", 0.5)
     assert verdict(data.Problem("q", "14"), r"\boxed{15}", "15") == "timeout"
 
 
@@ -110,8 +102,7 @@ def random_texts(rng, a_star):
 
 @pytest.mark.parametrize("a_star", ["14", "fourteen eggs", "", " "])
 def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, a_star):
-    model, rng = tiny_model(len(tokenizer)), random.Random(a_star)
-    asked = []
+    model, rng, asked = tiny_model(len(tokenizer)), random.Random(a_star), []
 
     def ask(verifier, triples):
         asked.extend(triples)
@@ -119,13 +110,11 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
 
     monkeypatch.setattr(rewards, "ask", ask)
     rollouts = [rollout_of(tokenizer, random_texts(rng, a_star), a_star) for _ in range(4)]
-    judge, earned = Judge(model, tokenizer, M=6), {}
+    judge, earned, seen = Judge(model, tokenizer, M=6), {}, set()
     for name, function in REWARDS.items():
         earned[name] = [R for R, _ in function(rollouts, judge)]
         assert all(((R >= 0) & (R <= 1)).all() for R in earned[name])
 
-    reference = tokenizer.encode("{" + a_star + "}")
-    seen = set()
     for k, rollout in enumerate(rollouts):
         found = [data.split_answer(text) for text in rollout.texts]
         boxed = [i for i in range(6) if found[i] is not None]
@@ -134,29 +123,21 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
         contexts = [
             rollout.prompt + tokenizer.encode(rollout.texts[i][: found[i][0]]) for i in boxed
         ]
-
-        def pi(answer, contexts=contexts):
-            return naive_logprobs(model, tokenizer, contexts, answer).exp()
-
-        P = pi(a_star) if boxed else torch.zeros(0)
+        P = naive_logprobs(model, tokenizer, contexts, a_star).exp() if boxed else None
         for i in range(6):
             expected = dict.fromkeys(REWARDS, 0.0)
             if i in boxed:
-                W_i, P_i = pi(answers[i]), P[boxed.index(i)].item()
-                same = toy.same_digits(answers[i], a_star)
+                W_i = naive_logprobs(model, tokenizer, contexts, answers[i]).exp()
                 if answers[i] or not a_star:
                     expected["cer"] = ((W_i * P).sum() / W_i.sum()).item()
                 expected["exact"] = float(answers[i] == a_star)
-                expected["rule"] = float(same)
+                expected["rule"] = float(toy.same_digits(answers[i], a_star))
                 expected["rule+cer"] = (expected["rule"] + expected["cer"]) / 2
-                expected["verifree"] = P_i
-                expected["nover"] = P_i ** (1 / len(reference))
+                expected["verifree"] = P[boxed.index(i)].item()
                 expected["general-verifier"] = float("14" in answers[i])
             for name in REWARDS:
-                assert earned[name][k][i].item() == pytest.approx(expected[name], rel=2e-3), (
-                    name,
-                    rollout.texts[i],
-                )
+                value = earned[name][k][i].item()
+                assert value == pytest.approx(expected[name], rel=2e-3), (name, rollout.texts[i])
         assert {answer for _, _, answer in asked} >= set(answers.values())
     assert len(asked) == len(set(asked)) and len(seen) > 4
 

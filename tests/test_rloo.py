@@ -1,16 +1,22 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import rollout_of, tiny_model
+from conftest import on_devices, rollout_of, tiny_model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-import policy
 import toy
-import train
-from rloo import leave_one_out, policy_gradient_loss
-from vocabulary import vocabulary
+from engine import policy
+from engine.tokens import vocabulary
+from rloo import (
+    Row,
+    leave_one_out,
+    microbatches,
+    policy_gradient_loss,
+    rloo_rows,
+    update,
+    verifree_rows,
+)
 
 
 def test_each_sample_is_compared_with_the_mean_of_the_others():
@@ -21,7 +27,13 @@ def test_each_sample_is_compared_with_the_mean_of_the_others():
 def test_advantages_sum_to_zero_and_vanish_where_all_earn_the_same():
     R = torch.rand(16, dtype=torch.float64)
     assert abs(leave_one_out(R).sum()) < 1e-12
-    assert leave_one_out(torch.full((16,), 0.3)).abs().max() < 1e-6
+    assert not leave_one_out(torch.full((16,), 0.3)).any()  # exactly: no rounding is learned
+
+
+def test_rewards_of_long_references_teach_too():
+    R = torch.tensor([3e-9, 1e-9, 1e-9, 1e-9])
+    assert torch.allclose(leave_one_out(R) * 1e9, leave_one_out(R * 1e9))
+    assert not leave_one_out(torch.full((8,), 3e-9)).any()
 
 
 def test_it_is_the_mean_baseline_scaled_by_n_over_n_minus_1():
@@ -74,11 +86,9 @@ TEXTS = ["3*4=12 \\boxed{12} eggs", "3+4 so \\boxed{7}.", "no box", "\\boxed{sev
 
 
 def rloo_formula(logp_of, rollout, R, A):
-    """Eq. 7: the mean over samples of A_i times the log-prob of all that was sampled."""
-    return [
-        A_i * logp_of(rollout.prompt, completion)
-        for A_i, completion in zip(A.tolist(), rollout.completions)
-    ]
+    """The mean over samples of A_i times the log-prob of all that was sampled."""
+    samples = zip(A.tolist(), rollout.completions)
+    return [A_i * logp_of(rollout.prompt, completion) for A_i, completion in samples]
 
 
 def verifree_formula(logp_of, rollout, R, A):
@@ -97,10 +107,12 @@ def rms_norm(self, hidden):
     return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
 
 
-@pytest.mark.parametrize("budget", [1, 64, 10_000])
-@pytest.mark.parametrize("reward, formula", [("cer", rloo_formula), ("verifree", verifree_formula)])
+@pytest.mark.parametrize("budget, offload", [(1, False), (64, True), (10_000, False)])
+@pytest.mark.parametrize(
+    "rows_of, formula", [(rloo_rows, rloo_formula), (verifree_rows, verifree_formula)]
+)
 def test_the_update_takes_the_gradient_of_the_formula(
-    tokenizer, monkeypatch, reward, formula, budget
+    tokenizer, monkeypatch, rows_of, formula, budget, offload
 ):
     """In fp64, whatever the micro-batches: the step of plain SGD is minus the gradient."""
     monkeypatch.setattr(Qwen3RMSNorm, "forward", rms_norm)
@@ -117,14 +129,14 @@ def test_the_update_takes_the_gradient_of_the_formula(
     for rollout, R in zip(rollouts, rewards):
         A = leave_one_out(R)
         terms += formula(logp_of, rollout, R, A)
-        rows += train.training_rows(rollout, R, A, SimpleNamespace(reward=reward), tokenizer)
+        rows += rows_of(rollout, R, A, tokenizer)
     loss = -torch.stack(terms).mean()
     loss.backward()
 
     before = [p.detach().clone() for p in trained.parameters()]
-    sharded = policy.shard(trained)
+    sharded = policy.shard(trained, cpu_offload=offload)
     sgd = torch.optim.SGD(sharded.parameters(), lr=1.0)
-    update_loss, grad_norm = train.update(sharded, sgd, rows, 1.0, budget)
+    update_loss, grad_norm = update(sharded, sgd, rows, 1.0, budget)
     assert update_loss == pytest.approx(loss.item(), abs=1e-10)
     unclipped = max(1.0, grad_norm + 1e-6)
     for (name, theirs), old, new in zip(naive.named_parameters(), before, sharded.parameters()):
@@ -132,12 +144,70 @@ def test_the_update_takes_the_gradient_of_the_formula(
         assert (ours - theirs.grad).abs().max() < 1e-10, name
 
 
+def example_rows(rows=13, vocabulary_size=64):
+    generator, made = torch.Generator().manual_seed(3), []
+    for length in [2 + (i * i) % 29 for i in range(rows)]:
+        ids = torch.randint(vocabulary_size, (length,), generator=generator).tolist()
+        made.append(Row(ids, [0.0] + torch.randn(length - 1, generator=generator).tolist()))
+    return made
+
+
+@on_devices
+@pytest.mark.parametrize("family, tied", [("qwen3", False), ("llama", True)])
+def test_the_policy_has_the_gradient_of_the_formula_in_every_layout(device, family, tied):
+    """FSDP2, checkpointing, chunks and padding against one row at a time: to rounding in fp32, and
+    on a GPU, which computes in bf16, by direction."""
+    naive, sharded = (tiny_model(64, family, tied, initializer_range=0.1) for _ in range(2))
+    rows = example_rows()
+    for row in rows:
+        ids = torch.tensor([row.ids])
+        logp = naive(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+        (-(torch.tensor(row.weights[1:]) @ logp[:, 0]) / len(rows)).backward()
+    before = [p.detach().clone() for p in sharded.parameters()]
+    sharded = policy.shard(sharded.to(device))
+    _, grad_norm = update(sharded, torch.optim.SGD(sharded.parameters(), lr=1.0), rows, 1.0, 64)
+    steps = [b - p.full_tensor().cpu() for b, p in zip(before, sharded.parameters())]
+    ours = torch.cat([step.flatten() for step in steps]) * max(1.0, grad_norm + 1e-6)
+    theirs = torch.cat([p.grad.flatten() for p in naive.parameters()])
+    error = (ours - theirs).norm() / theirs.norm()
+    assert error < (1e-4 if device == "cpu" else 0.05)
+
+
 def test_a_batch_that_teaches_nothing_changes_nothing(tokenizer):
     sharded = policy.shard(tiny_model(len(tokenizer)))
     before = [p.full_tensor().clone() for p in sharded.parameters()]
-    rollout = rollout_of(tokenizer, TEXTS, "7")
-    rows = list(train.rloo_rows(rollout, torch.zeros(4)))
+    nothing = torch.zeros(4)
+    rows = list(rloo_rows(rollout_of(tokenizer, TEXTS, "7"), nothing, nothing, tokenizer))
     sgd = torch.optim.SGD(sharded.parameters(), lr=1.0)
-    assert train.update(sharded, sgd, rows, 1.0, 64) == (0.0, 0.0)
-    for old, new in zip(before, sharded.parameters()):
-        assert torch.equal(old, new.full_tensor())
+    assert update(sharded, sgd, rows, 1.0, 64) == (0.0, 0.0)
+    assert all(torch.equal(b, p.full_tensor()) for b, p in zip(before, sharded.parameters()))
+
+
+def test_an_update_that_is_not_finite_is_skipped():
+    model = policy.shard(tiny_model(64))
+    for weight in float("inf"), float("nan"), 1.0:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rows = [Row(row.ids, [weight * w for w in row.weights]) for row in example_rows()]
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        _, grad_norm = update(model, optimizer, rows, 1e-2, 64)
+        same = all(torch.equal(b, p.full_tensor()) for b, p in zip(before, model.parameters()))
+        assert same == (weight != 1.0) and torch.tensor(grad_norm).isfinite() == (weight == 1.0)
+
+
+def test_microbatches_keep_to_the_budget_and_waste_little():
+    rows = example_rows(200)
+    made = list(microbatches(rows, 100))
+    assert all(ids.numel() <= 100 or len(ids) == 1 for ids, _ in made)
+    padded, real = sum(ids.numel() for ids, _ in made), sum(len(row.ids) for row in rows)
+    assert padded < 1.1 * real
+
+
+def test_every_rank_runs_equally_many_microbatches(monkeypatch):
+    rows, world, shares = example_rows(50), 3, []
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    for rank in range(world):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        shares.append(list(microbatches(rows, 60)))
+    assert len({len(share) for share in shares}) == 1
+    dealt = sorted(w for share in shares for _, batch in share for w in batch.flatten().tolist())
+    assert [w for w in dealt if w] == sorted(w for row in rows for w in row.weights if w)

@@ -1,4 +1,5 @@
-"""The tokens of a model as bytes.
+"""Tokens as bytes: where a completion is cut into solution and answer, and which tokens close a
+box. And lists of tokens as padded batches.
 
 Token boundaries do not follow characters: `}` may be sampled as the token `}$`, and half of an
 emoji may be one token. So answers are located and scored on bytes.
@@ -7,6 +8,8 @@ emoji may be one token. So answers are located and scored on bytes.
 import bisect
 import functools
 import json
+
+import torch
 
 from data import InputError, split_answer
 
@@ -26,9 +29,6 @@ class Vocabulary:
                 raise InputError(f"the tokenizer does not give {text!r} back: it cannot be scored")
         if self.locate_answer(self.encode(r"so \boxed{14}")) is None:
             raise InputError(r"the tokenizer merges 'boxed' and '{': no answer can be cut out")
-
-    def __len__(self):
-        return len(self.bytes)
 
     def encode(self, text):
         """Text -> ids. A special token's name in the text is text, as it is in an answer. Where the
@@ -50,18 +50,16 @@ class Vocabulary:
         r"""Sampled ids -> (cut, answer), or None. ids[:cut] is the solution: it ends just before
         the brace of the last closed \boxed{answer}. The ids are cut as sampled, never re-tokenised;
         if the brace lies inside a token, which is rare, there is no such cut and so no answer."""
-        pieces = [self.bytes[i] for i in ids]
-        # surrogateescape keeps the bytes of broken characters, so that offsets hold.
-        text = b"".join(pieces).decode("utf-8", "surrogateescape")
-        found = split_answer(text)
+        # latin-1 reads every byte as one character, so that offsets count bytes.
+        found = split_answer(self.join(ids).decode("latin-1"))
         if found is None:
             return None
-        brace = len(text[: found[0]].encode("utf-8", "surrogateescape"))
+        brace, answer = found
         offset = 0
-        for cut, piece in enumerate(pieces):
-            if offset == brace and piece:
-                return cut, found[1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            offset += len(piece)
+        for cut, i in enumerate(ids):
+            if offset == brace and self.bytes[i]:
+                return cut, answer.encode("latin-1").decode("utf-8", "replace")
+            offset += len(self.bytes[i])
         return None
 
 
@@ -98,3 +96,23 @@ def token_bytes(tokenizer):
         else:
             table.append(b"" if token is None else spell(token))
     return table
+
+
+# ------------------------------------------------------------------------------------------ batches
+
+
+def pad(lists, left=False):
+    """Lists of numbers -> one tensor [len(lists), longest], filled with 0."""
+    width = max(map(len, lists))
+    fill = [[0] * (width - len(numbers)) for numbers in lists]
+    pairs = zip(fill, lists) if left else zip(lists, fill)
+    return torch.tensor([first + second for first, second in pairs])
+
+
+def batches(lengths, budget):
+    """Cut ascending lengths into runs whose padded size stays in the budget -> (start, end)."""
+    start = 0
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or (end + 1 - start) * lengths[end] > budget:
+            yield start, end
+            start = end
