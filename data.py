@@ -123,6 +123,7 @@ def read_file(path):
 
 def read_jsonl(path):
     """The objects of a .jsonl file -> list of dicts. A run's own logs are such files too."""
+    require(path.is_file(), f"{path}: no such file")
     rows, number = [], 1
     try:
         with open(path, encoding="utf-8") as file:

@@ -56,10 +56,12 @@ def draw_group(group, out):
             row = [group["W"][rows_of_W.index(answers[i])][k] for k in at]
         posterior.append([w / (sum(row) or 1.0) for w in row])
 
-    height = 0.3 * (len(rows) + 1) + 1.9  # inches
+    cells = 0.3 * (len(rows) + 1)  # inches: the rows of both matrices
+    height = cells + 2.2
     shape = {"width_ratios": [max(4, len(at)), 1.3], "height_ratios": [1, len(rows)]}
     figure, axes = plt.subplots(2, 2, figsize=(9.5, height), gridspec_kw=shape)
-    figure.subplots_adjust(top=1 - 0.75 / height, bottom=1.1 / height, wspace=0.04, hspace=0.12)
+    between = 0.3 / (cells / 2)  # inches, as a share of the mean height of the two rows of axes
+    figure.subplots_adjust(top=1 - 0.6 / height, bottom=1.3 / height, wspace=0.04, hspace=between)
     axes[0, 1].set_visible(False)
     draw_matrix(axes[0, 0], P, "Greens", digits=2)
     draw_matrix(axes[1, 0], posterior, "Blues", digits=2, top=1.0)

@@ -8,14 +8,16 @@ of them. "no brace" scores the answer's tokens after `\\boxed{`; "plain" the tok
 the tokenizer spells it; "cover" is answer_logprobs.
 """
 
+import json
+
 import measure
-import policy
+import pandas
 import torch
-from policy import pad
-from vocabulary import vocabulary
 
 from cer import answer_logprobs
-from data import Parser, run_script
+from engine import cli, policy, run
+from engine.sampling import generate
+from engine.tokens import pad, vocabulary
 
 COLOURS = "red orange yellow green blue purple violet indigo black white pink brown grey".split()
 LISTS = {
@@ -36,18 +38,17 @@ def sum_logprobs(model, context, continuations):
 
 
 def main():
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face id or directory")
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", help="also write the table to this file")
     args = parser.parse_args()
-    model, tokenizer = policy.load(args.model, policy.init_ranks())
+    model, tokenizer = policy.load(args.model, run.init_ranks())
     torch.manual_seed(args.seed)
-    vocab, rows = vocabulary(tokenizer), []
+    vocab, rows = vocabulary(tokenizer), {}
     for name, (text, answers) in LISTS.items():
         answers, context = list(answers), vocab.encode(text)
-        sampled, _ = policy.generate(model, [context] * args.samples, 12)
+        sampled, _ = generate(model, [context] * args.samples, 12)
         found = [vocab.locate_answer(context + ids) for ids in sampled]
         given = sum(f is not None and f[0] == len(context) and f[1] in answers for f in found)
         after_brace = context + vocab.encode("{")
@@ -56,13 +57,11 @@ def main():
             "plain": sum_logprobs(model, context, [vocab.encode(f"{{{a}}}") for a in answers]),
             "cover": answer_logprobs(model, tokenizer, [context], answers)[:, 0],
         }
-        sums = [f"{log_p.exp().sum():.3f}" for log_p in p.values()]
-        rows.append([name, f"{given / args.samples:.3f}", *sums])
-    header = ["answers", "share of the samples", "no brace", "plain", "cover"]
-    note = f"{args.samples} samples of one context each. {measure.where()}"
-    measure.write(measure.markdown(header, rows) + "\n\n" + note, args.out)
-    policy.dist.destroy_process_group()
+        rows[name] = {"sampled": given / args.samples}
+        rows[name] |= {way: log_p.exp().sum().item() for way, log_p in p.items()}
+    print(pandas.DataFrame(rows).T.to_string(float_format="{:.3f}".format))
+    print(json.dumps(measure.where()))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    cli.run_script(main)

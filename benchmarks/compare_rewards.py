@@ -1,175 +1,200 @@
-"""Every reward on the toy, from the same warm starts, and the paper's M sweep (Table 3) in small.
+"""Every reward on the toy, from the same warm starts, and the paper's M sweep (Table 3) in small;
+or the toy's questions to a real model.
 
     python benchmarks/compare_rewards.py --jobs 2
+    python benchmarks/compare_rewards.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
 One run after the other (--jobs at once) into runs/compare_rewards/. A finished run adds a line to
 the CSV; started again, the script goes on where it stopped. At the end it writes the table beside
-the CSV.
+the CSV, and draws the runs of a real model.
 """
 
-import csv
 import json
 import os
 import random
-import statistics
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import policy
+import pandas
 import torch
-from measure import ROOT, commit, markdown
-from rundir import checkpoints
+from measure import ROOT, commit
 from tqdm import tqdm
 
+import plot
 import rewards
 import toy
-from data import Parser, require, run_script
+from data import read_jsonl, require
+from engine import cli, policy, run
 
 RUNS = ROOT / "runs" / "compare_rewards"
-CONFIGURATIONS = {name: f"--reward {name}" for name in rewards.REWARDS}
-SWEEP = {
-    f"cer, M = {M}": f"--reward cer --questions 8 --samples 16 --m {M}" for M in (1, 2, 4, 8, 16)
-}
+TOY = {name: f"--reward {name}" for name in rewards.REWARDS}
+TOY |= {f"cer, M = {M}": f"--questions 8 --samples 16 --m {M}" for M in (1, 2, 4, 8, 16)}
+REAL = {name: f"--reward {name}" for name in ("cer", "exact", "rule")}
+# Of a real model; the toy has its own. The same warm start for every seed.
+RECIPE = "--dataset toy --questions 8 --samples 8 --lr 5e-6 --max-new-tokens 40 --eval-limit 50"
+RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1 --microbatch-tokens 4096"
 
 
 def main():
-    parser = Parser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one CPU core each")
-    parser.add_argument("--only", nargs="+", help="only these rewards")
-    parser.add_argument("--out", default=str(ROOT / "benchmarks/results/compare_rewards.csv"))
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
+    add, count = parser.add_argument, cli.number(int, 1)
+    add("--model", help="a real model, Hugging Face id or directory (default: the toy's)")
+    add("--seeds", type=int, nargs="+", help="(default: 0 1 2; of a real model 0 1)")
+    add("--steps", type=count, help="(default: 200; of a real model 40)")
+    add("--jobs", type=count, default=1, help="runs at a time; several take one CPU core each")
+    add("--only", nargs="+", help="only these rewards")
+    add("--out", type=Path, help="the CSV (default: in benchmarks/results)")
     args = parser.parse_args()
-    require(args.steps >= 1 and args.jobs >= 1, "--steps and --jobs must be at least 1")
-    torch.set_num_threads(1)
-    policy.init_ranks()
-
-    path = Path(args.out)
+    configurations, stem = (REAL, "real_model") if args.model else (TOY, "compare_rewards")
+    only, steps = args.only or list(configurations), args.steps or (40 if args.model else 200)
+    unknown = set(only) - set(configurations)
+    require(not unknown, f"--only takes {', '.join(configurations)}")
+    path = args.out or ROOT / "benchmarks" / "results" / f"{stem}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    configurations = CONFIGURATIONS | SWEEP
-    require(
-        not set(args.only or []) - set(configurations), f"--only takes {', '.join(configurations)}"
-    )
-    jobs = [(name, seed) for seed in args.seeds for name in args.only or configurations]
-    done = {(line["name"], int(line["seed"])) for line in read(path)}
-    jobs = [job for job in jobs if job not in done]
-    for seed in {seed for _, seed in jobs}:
-        prepare(RUNS / f"warm-start-{seed}", lambda to, seed=seed: toy.warm_start(to, seed))
-    if any(name == "general-verifier" for name, _ in jobs):
-        prepare(RUNS / "verifier", train_verifier)
+    run.init_ranks()
+
+    seeds = args.seeds or ([0, 1] if args.model else [0, 1, 2])
+    done = {(line["name"], line["seed"]) for line in read(path)}
+    jobs = [(name, seed) for seed in seeds for name in only if (name, seed) not in done]
+    if args.model:
+        make(RUNS / "real-model", lambda to: warm_start(args.model, to))
+    elif any(name == "general-verifier" for name, _ in jobs):
+        make(RUNS / "verifier", train_verifier)
+
+    def one(job):
+        name, seed = job
+        out = RUNS / f"{stem}-{name.replace(', M = ', '-m')}-{seed}"
+        command = f"--seed {seed} --steps {steps} --out {out} {configurations[name]}"
+        if args.model:
+            command += f" --model {RUNS / 'real-model'} {RECIPE}"
+        else:  # one warm start for all rewards of a seed
+            warm = make(RUNS / f"warm-start-{seed}", lambda to: toy.warm_start(to, seed))
+            shutil.copytree(warm, out / "warm-start", dirs_exist_ok=True)
+            command += f" --verifier-model {RUNS / 'verifier'}"
+        train(command, out, steps, threads=1 if args.jobs > 1 or not args.model else None)
+        return result(name, seed, out, steps)
 
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), unit="run") as bar:
-        for line in pool.map(lambda job: run(*job, configurations[job[0]], args.steps), jobs):
-            lines = [*read(path), line]
-            with open(path, "w", newline="") as file:
-                writer = csv.DictWriter(file, fieldnames=line)
-                writer.writeheader()
-                writer.writerows(lines)
+        for line in pool.map(one, jobs):
+            pandas.DataFrame([*read(path), line]).to_csv(path, index=False)
             bar.update()
             bar.set_postfix_str(f"{line['name']}, seed {line['seed']}: {line['pass@1 end']}")
-    text = table(read(path), configurations)
+    text = table(pandas.DataFrame(read(path)))
     path.with_suffix(".md").write_text(text)
     print(text)
+    if args.model:
+        runs = sorted(out for out in RUNS.glob(f"{stem}-*") if run.checkpoints(out))
+        draw(runs, path.with_suffix(".png"))
 
 
-def prepare(directory, make):
-    """A directory made once, and whole."""
+def make(directory, maker):
+    """A directory made once, and whole -> the directory."""
     if not directory.exists():
         partial = directory.with_name(directory.name + "-partial")
-        make(partial)
+        maker(partial)
         partial.rename(directory)
+    return directory
 
 
-def run(name, seed, flags, steps):
-    """One training run in a process of its own -> its line of the CSV."""
-    out = RUNS / f"{name.replace(', M = ', '-m')}-{seed}"
-    model = RUNS / f"warm-start-{seed}"
-    command = (
-        f"train.py --model {model} --dataset toy --seed {seed} --steps {steps} --out {out} {flags}"
-    )
-    if name == "general-verifier":
-        command += f" --verifier-model {RUNS / 'verifier'}"
-    saved = [step for step, _ in checkpoints(out)]
-    if saved:
-        command = f"train.py --out {out} --resume"
-    if steps not in saved:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        log = out.with_suffix(".log")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "w") as file:
-            code = subprocess.run(
-                [sys.executable, *command.split()],
-                cwd=ROOT,
-                env=environment,
-                stderr=file,
-                stdout=file,
-            ).returncode
-        require(code == 0, f"{name}, seed {seed} failed: see {log}")
-    config = json.loads((out / "config.json").read_text())
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    scores = {line["step"]: line["pass_at_1"] for line in lines if "pass_at_1" in line}
-    taken = [line for line in lines if "reward" in line]
+def warm_start(model, directory, steps=60):
+    """A real model after some supervised steps on the toy's demonstrations: it boxes answers in all
+    eight forms. Its prompt is then the toy's, the question alone."""
+    torch.manual_seed(0)
+    model, tokenizer = policy.load(model, run.compute_device())
+    tokenizer.chat_template = toy.CHAT_TEMPLATE
+    rng, (_, train) = random.Random(0), toy.stories()
+    demonstrate = lambda: toy.demonstration(rng, train)  # noqa: E731
+    toy.supervise(model.float().train(), tokenizer, demonstrate, steps, batch=24, lr=1e-4)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
-    def mean(key, part=taken):
-        return f"{statistics.mean(line[key] for line in part):.4f}"
 
-    seconds = {part: sum(line["seconds"][part] for line in taken) for part in taken[0]["seconds"]}
+def train(flags, out, steps, threads):
+    """One training run in a process of its own, or the rest of it."""
+    saved = [step for step, _ in run.checkpoints(out)]
+    if steps in saved:
+        return
+    log, environment = out.with_suffix(".log"), dict(os.environ)
+    environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    command = f"train.py {f'--out {out} --resume' if saved else flags}"
+    with open(log, "a") as file:
+        options = dict(cwd=ROOT, env=environment, stderr=file, stdout=file)
+        code = subprocess.run([sys.executable, *command.split()], **options).returncode
+    require(code == 0, f"{command} failed: see {log}")
+
+
+def result(name, seed, out, steps):
+    """A run's line of the CSV."""
+    flags = json.loads((out / "config.json").read_text())["flags"]
+    lines = pandas.DataFrame(read_jsonl(out / "metrics.jsonl")).set_index("step")
+    scores, taken = lines.pass_at_1, lines[lines.reward.notna()]
+    seconds = pandas.DataFrame(taken.seconds.tolist()).sum()
+    at_end = taken[-steps // 4 :]
     return {
         "name": name,
         "seed": seed,
-        "questions": config["flags"]["questions"],
-        "samples": config["flags"]["samples"],
-        "steps": steps,
+        **{flag: flags[flag] for flag in ("questions", "samples", "lr", "steps")},
         "pass@1 start": round(scores[0], 4),
-        "pass@1 middle": round(scores[steps // 2], 4) if steps // 2 in scores else "",
+        "pass@1 middle": round(scores.get(steps // 2, float("nan")), 4),
         "pass@1 end": round(scores[steps], 4),
-        "mean reward": mean("reward"),
-        "mean reward at the end": mean("reward", taken[-50:]),
-        "exact match at the end": mean("exact_match", taken[-50:]),
-        "zero-advantage groups": mean("zero_advantage_groups"),
-        **{f"{part} seconds": f"{s:.1f}" for part, s in seconds.items()},
+        "mean reward": round(taken.reward.mean(), 4),
+        "mean reward at the end": round(at_end.reward.mean(), 4),
+        "exact match at the end": round(at_end.exact_match.mean(), 4),
+        "entropy at the end": round(at_end.entropy.mean(), 4),
+        "zero-advantage groups": round(taken.zero_advantage_groups.mean(), 4),
+        **{f"{part} seconds": round(s, 1) for part, s in seconds.items()},
         "commit": commit(),
     }
 
 
 def read(path):
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+    return pandas.read_csv(path).to_dict("records") if path.exists() else []
 
 
-def table(lines, configurations):
+def table(lines):
     """Mean over the seeds, and their spread (lowest to highest)."""
-    header = ["reward", "pass@1 before", "half way", "after", "mean reward"]
-    header += ["zero-advantage groups", "sample / reward / update"]
-    rows = []
-    for name in configurations:
-        of_name = [line for line in lines if line["name"] == name]
-        if not of_name:
-            continue
+    names = ["pass@1 start", "pass@1 middle", "pass@1 end", "mean reward at the end"]
+    names += ["entropy at the end", "zero-advantage groups"]
+    head = ["reward", *names, "sample / reward / update seconds"]
+    rows = [head, ["---"] * len(head)]
+    for name, seeds in lines.groupby("name", sort=False):
+        cells = [f"`{name}`"]
+        for column in names:
+            low, mean, high = seeds[column].agg(["min", "mean", "max"])
+            cells.append(f"{mean:.2f} ({low:.2f} to {high:.2f})")
+        parts = [seeds[f"{part} seconds"].mean() for part in ("sample", "reward", "update")]
+        rows.append([*cells, " / ".join(f"{s:.0f}" for s in parts)])
+    note = f"Seeds {sorted(set(lines.seed))}, commit {', '.join(sorted(set(lines.commit)))}: "
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"{table}\n\n{note}mean (lowest to highest).\n"
 
-        def spread(key, of_name=of_name):
-            values = [float(line[key]) for line in of_name if line[key]]
-            if not values:
-                return "-"
-            return f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
-        def mean(key, of_name=of_name):
-            return statistics.mean(float(line[key]) for line in of_name)
-
-        seconds = " / ".join(
-            f"{mean(f'{part} seconds'):.0f}" for part in ("sample", "reward", "update")
-        )
-        columns = [f"`{name}`", *map(spread, ("pass@1 start", "pass@1 middle", "pass@1 end"))]
-        columns += [f"{mean('mean reward at the end'):.2f}", f"{mean('zero-advantage groups'):.0%}"]
-        rows.append([*columns, seconds + " s"])
-    commits = ", ".join(sorted({line["commit"] for line in lines}))
-    seeds = sorted({int(line["seed"]) for line in lines})
-    note = f"Seeds {seeds}, commit {commits}: mean (lowest to highest).\n"
-    return markdown(header, rows) + "\n\n" + note
+def draw(runs, out):
+    """pass@1 by steps and by minutes, and the share of groups that teach nothing."""
+    figure, axes = plot.plt.subplots(1, 3, figsize=(11, 3.4))
+    colours = dict(zip(REAL, plot.COLOURS))
+    for path in runs:
+        flags = plot.read_flags(path)
+        lines = pandas.DataFrame(read_jsonl(path / "metrics.jsonl")).set_index("step")
+        seconds = lines.seconds.map(lambda s: sum(s.values()) if isinstance(s, dict) else 0)
+        scores, minutes = lines.pass_at_1.dropna(), seconds.cumsum() / 60
+        equal = lines.zero_advantage_groups.rolling(10, min_periods=1).mean()
+        dashes = "-:"[flags["seed"] % 2]
+        style = dict(color=colours[flags["reward"]], linestyle=dashes)
+        name = f"{flags['reward']}, seed {flags['seed']}"
+        axes[0].plot(scores.index, scores, label=name, **style)
+        axes[1].plot(minutes[scores.index], scores, **style)
+        axes[2].plot(equal.index, equal, **style)
+    titles = "pass@1, by steps", "pass@1, by minutes", "groups that teach nothing (mean of 10)"
+    for axis, title in zip(axes, titles):
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_ylim(bottom=0)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    plot.save(figure, out)
 
 
 # --------------------------------------------------------------------------- a verifier for the toy
@@ -195,11 +220,9 @@ def train_verifier(directory, steps=900):
 
     def demonstrate():
         (question, reference, answer), (number, said) = pair(train)
-        prompt = rewards.VERIFIER_PROMPT.format(
-            question=question, reference=reference, answer=answer
-        )
-        decision = "Yes" if number == said else "No"
-        return prompt, f" {number:02} {said:02} Final Decision: {decision}"
+        asked = dict(question=question, reference=reference, answer=answer)
+        decision = f" {number:02} {said:02} Final Decision: {'Yes' if number == said else 'No'}"
+        return rewards.VERIFIER_PROMPT.format(**asked), decision
 
     toy.supervise(model, tokenizer, demonstrate, steps)
     model.save_pretrained(directory)
@@ -211,4 +234,4 @@ def train_verifier(directory, steps=900):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    cli.run_script(main)

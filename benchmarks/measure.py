@@ -1,22 +1,22 @@
-"""What the benchmarks share: models of real shapes with random weights, time, memory, and tables
-that say where they come from."""
+"""What the benchmarks share: models of real shapes with random weights, time, memory, and the line
+that says where a result comes from."""
 
+import contextlib
 import platform
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import policy  # noqa: E402
-
-import toy  # noqa: E402
+from engine import sampling  # noqa: E402
 
 QWEN3 = dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 QWEN3 |= dict(vocab_size=151_936, max_position_embeddings=40_960)
@@ -29,45 +29,43 @@ SHAPES = {
 }
 
 
-def add_arguments(parser):
-    parser.add_argument("--shape", default="small", choices=SHAPES)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(default: as train.py)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", help="also write the tables to this file")
+def random_model(config, dtype, device):
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def set_up(args):
-    """-> (model with random weights, tokenizer). The tokenizer is the toy's: no hub is needed, and
-    what the tokens say does not matter here."""
-    device = policy.init_ranks()
-    torch.manual_seed(args.seed)
-    tokenizer = toy.build_tokenizer()
-    tokenizer.chat_template = None
-    args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    with device:
-        model = AutoModelForCausalLM.from_config(config(args), dtype=getattr(torch, args.dtype))
-    policy.neutralise_generation(model, tokenizer)
-    return model.eval(), tokenizer
+PROMPT_TOKENS = 16
 
 
-def config(args):
-    return Qwen3Config(eos_token_id=1, **SHAPES[args.shape])
+@contextlib.contextmanager
+def prompts_that_end(lengths):
+    """-> prompts whose completions end after the given lengths: prompt k begins with the token
+    2 + k, and a probe in the sampler's place forces the stop, token 1."""
 
+    class Ends(sampling.EntropyProbe):
+        def __call__(self, ids, logits):
+            logits = super().__call__(ids, logits)
+            first = (ids > 0).int().argmax(1)  # rows are padded on the left
+            row = ids[torch.arange(len(ids), device=ids.device), first] - 2
+            ends = torch.tensor(lengths, device=ids.device)[row]
+            stop = ids.shape[1] - first - PROMPT_TOKENS + 1 >= ends
+            logits[:, :2] = -torch.inf
+            logits[stop] = -torch.inf
+            logits[stop, 1] = 0.0
+            return logits
 
-def synchronise():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    with mock.patch.object(sampling, "EntropyProbe", Ends):
+        yield [[2 + row] + [9] * (PROMPT_TOKENS - 1) for row in range(len(lengths))]
 
 
 def measure(function, repeats=1):
     """-> (result, median seconds, peak memory in GiB beyond what was held before)."""
-    seconds = []
-    peak = start_peak()
+    seconds, peak = [], start_peak()
     for _ in range(repeats):
-        synchronise()
         start = time.perf_counter()
         result = function()
-        synchronise()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return result, statistics.median(seconds), peak()
 
@@ -94,23 +92,14 @@ def commit():
 
 
 def where():
-    """The line that every result carries."""
-    if torch.cuda.is_available():
-        hardware = torch.cuda.get_device_name()
-    else:
-        hardware = f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
+    """Command, commit, hardware and versions: every result carries them."""
+    cuda = torch.cuda.is_available()
+    cpu = f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
     script = Path(sys.argv[0])
-    command = " ".join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]])
-    return f"`{command}`, commit {commit()}, {hardware}, torch {torch.__version__}"
-
-
-def markdown(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def write(text, path):
-    print(text)
-    if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text + "\n")
+    return {
+        "command": " ".join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]),
+        "commit": commit(),
+        "hardware": torch.cuda.get_device_name() if cuda else cpu,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

@@ -9,13 +9,13 @@ whose answers differ in form ("8 legs", "ten", "21"). --question K takes another
 import json
 
 import measure
-import policy
 import torch
-from rundir import sample_record
 
 import plot
-from cer import cer_reward
-from data import INSTRUCTION, SYSTEM, Parser, Problem, require, run_script
+from data import INSTRUCTION, SYSTEM, Problem, require
+from engine import cli, policy, run
+from engine.sampling import sample
+from rewards import Judge, conditional_expectation
 
 WORKED = [
     ("How many legs do 2 cats have?", "A cat has 4 legs, so 2 * 4 = 8.", "8 legs"),
@@ -43,7 +43,7 @@ def worked_prompt(tokenizer, question):
 
 
 def main():
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face id or directory")
     parser.add_argument("--question", type=int, default=0)
     parser.add_argument("--samples", type=int, default=16)
@@ -51,18 +51,17 @@ def main():
     parser.add_argument("--out", default="real-model.svg")
     args = parser.parse_args()
     require(0 <= args.question < len(QUESTIONS), f"--question must be under {len(QUESTIONS)}")
-    model, tokenizer = policy.load(args.model, policy.init_ranks())
+    model, tokenizer = policy.load(args.model, run.init_ranks())
     problem = Problem(*QUESTIONS[args.question])
-    prompt = worked_prompt(tokenizer, problem.question)
+    question = problem, worked_prompt(tokenizer, problem.question)
     torch.manual_seed(args.seed)
-    rollout = policy.sample(model, tokenizer, [problem], [prompt], args.samples, 64)[0]
-    R, group = cer_reward(model, tokenizer, rollout, M=args.samples)
-    record = sample_record(0, rollout, R, {"group": group})
+    (rollout,) = sample(model, tokenizer, [question], args.samples, 64)
+    ((R, record),) = conditional_expectation([rollout], Judge(model, tokenizer, args.samples))
     for text, r in sorted(zip(rollout.texts, R.tolist()), key=lambda pair: -pair[1]):
         print(f"{r:.4f}  {json.dumps(text)}")
-    plot.draw_group(record, args.out)
-    print(measure.where())
+    plot.draw_group({"step": 0} | run.sample_record(rollout, R, record), args.out)
+    print(json.dumps(measure.where()))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    cli.run_script(main)

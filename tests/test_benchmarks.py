@@ -1,44 +1,46 @@
-"""The benchmarks run end to end, also in bf16, and write what they print."""
+"""The benchmarks run end to end, in their smallest shape."""
 
-import re
+import json
 
 import compare_rewards
+import gpu
+import pandas
 import pytest
-import scoring
-import step
 from test_scripts import script  # noqa: F401  a fixture
 
-SMALL_STEP = "--shape tiny --questions 2 --samples 4 --distinct 3 --mean-tokens 16"
 
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scoring(script, tmp_path, dtype):  # noqa: F811
-    flags = f"--shape tiny --samples 4 --answers 3 --context 64 --dtype {dtype} --out table.md"
-    code, out, err = script(scoring, flags)
+def test_speed(script, tmp_path):  # noqa: F811
+    code, out, err = script(gpu, "--shape tiny --repeats 1 --out lines.jsonl")
     assert code == 0, err
-    assert (tmp_path / "table.md").read_text() == out
-    worst = max(float(x) for x in re.findall(r"(\S+e[-+]\d\d) \|$", out, re.MULTILINE))
-    assert worst < (1e-4 if dtype == "float32" else 1.0)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert (tmp_path / "lines.jsonl").read_text() == out
+    assert {line["part"] for line in lines} == {"scoring", "decoding", "sampling", "updating"}
+    assert max(line.get("largest_difference", 0) for line in lines) < 1e-4
+    assert all(line["seconds"] > 0 and line["commit"] and line["torch"] for line in lines)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step(script, dtype):  # noqa: F811
-    code, out, err = script(step, f"{SMALL_STEP} --dtype {dtype} --rows 4 --kv-tokens 200")
-    assert code == 0, err
-    for name in ["as train.py does", "one call a batch", "4 rows", "`cer`", "`nover`", "update"]:
-        assert f"| {name} |" in out
+def test_the_table_of_rewards(tmp_path):
+    columns = ["pass@1 start", "pass@1 middle", "mean reward at the end", "entropy at the end"]
+    columns += ["zero-advantage groups", *(f"{p} seconds" for p in ("sample", "reward", "update"))]
+    fixed = {"name": "cer", "commit": "abc", **dict.fromkeys(columns, 0.1)}
+    lines = [fixed | {"seed": seed, "pass@1 end": end} for seed, end in ((0, 0.8), (1, 0.9))]
+    pandas.DataFrame(lines).to_csv(tmp_path / "table.csv", index=False)
+    table = compare_rewards.table(pandas.DataFrame(compare_rewards.read(tmp_path / "table.csv")))
+    assert "| `cer` | 0.10 (0.10 to 0.10) |" in table and "0.85 (0.80 to 0.90)" in table
+    assert "Seeds [0, 1], commit abc" in table
 
 
-def test_the_table_of_rewards():
-    lines = [
-        {
-            "name": "cer", "seed": seed, "commit": "abc", "pass@1 start": "0.3",
-            "pass@1 middle": "", "pass@1 end": end, "mean reward at the end": "0.1",
-            "zero-advantage groups": "0.02", "sample seconds": "1", "reward seconds": "2",
-            "update seconds": "3",
-        }
-        for seed, end in ((0, "0.8"), (1, "0.9"))
-    ]  # fmt: skip
-    table = compare_rewards.table(lines, ["cer", "exact"])
-    assert "| `cer` | 0.30 (0.30 to 0.30) | - | 0.85 (0.80 to 0.90) | 0.10 | 2% |" in table
-    assert "exact" not in table and "commit abc" in table
+@pytest.mark.parametrize("real", [False, True])
+def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real):  # noqa: F811
+    """Two runs of two steps; started again nothing is run again. A real model is warm-started."""
+    monkeypatch.setattr(compare_rewards, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(compare_rewards.toy.warm_start, "__defaults__", (30,))
+    monkeypatch.setattr(compare_rewards.warm_start, "__defaults__", (3,))
+    flags = f"--only cer exact --seeds 0 --steps 2 --out {tmp_path}/table.csv"
+    flags += f" --model {toy_model_dir}" if real else ""
+    for _ in range(2):
+        code, out, err = script(compare_rewards, flags)
+        assert code == 0, err
+    lines = pandas.read_csv(tmp_path / "table.csv")
+    assert lines.name.tolist() == ["cer", "exact"] and lines.lr.tolist() == [[6e-4, 5e-6][real]] * 2
+    assert (tmp_path / "table.png").exists() == real

@@ -15,7 +15,7 @@ from engine.policy import load
 from engine.sampling import encode_prompt, sample
 from engine.tokens import pad, vocabulary
 
-# ------------------------------------------------------------------ the scorer and its specification
+# ------------------------------------------------------------ the scorer and its specification
 
 
 @torch.no_grad()

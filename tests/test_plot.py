@@ -15,7 +15,7 @@ GROUP = {
     "answers": ["15", "14 eggs", None, "14", "14 eggs", ""],
     "R": [0.1, 0.6, 0.0, 0.7, 0.6, 0.0],
     "distinct_answers": ["15", "14 eggs", "14", ""],
-    "columns": [0, 1, 3, 4, 5],
+    "solutions": [0, 1, 3, 4, 5],
     "W": [[0.9, 0, 0, 0, 0], [0, 0.2, 0.1, 0.2, 0], [0, 0.1, 0.5, 0.1, 0], [0, 0, 0, 0, 0]],
     "P": [0.0, 0.5, 0.6, 0.5, 0.0],
 }
@@ -31,13 +31,18 @@ def run(tmp_path):
         (directory / "config.json").write_text(json.dumps(config))
         lines = [{"step": 0, "pass_at_1": 0.3}]
         for step in range(1, 21):
-            line = {"step": step, "reward": 0.1 + seed, "exact_match": 0.1, "solution_tokens": 9}
+            line = {
+                "step": step,
+                "reward": 0.1 + seed,
+                "exact_match": 0.1,
+                "zero_advantage_groups": 0,
+            }
             lines.append(line | ({"pass_at_1": 0.4} if step % 10 == 0 else {}))
         (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         group = GROUP if reward == "cer" else {k: v for k, v in GROUP.items() if k != "W"}
         (directory / "samples.jsonl").write_text(json.dumps(group) + "\n")
     (tmp_path / "d").mkdir()
-    nothing = GROUP | {"answers": [None] * 6, "R": [0.0] * 6, "columns": [], "W": [], "P": []}
+    nothing = GROUP | {"answers": [None] * 6, "R": [0.0] * 6, "solutions": [], "W": [], "P": []}
     (tmp_path / "d" / "samples.jsonl").write_text(json.dumps(nothing) + "\n")
     return tmp_path
 
@@ -53,8 +58,8 @@ def test_the_matrices_of_a_question(script, run, monkeypatch):  # noqa: F811
     code, out, err = script(plot, "a --question -1")
     assert code == 0 and out.strip() == "a/question--1.svg", err
     assert 5_000 < (run / "a" / "question--1.svg").stat().st_size < 300_000
-    R, W, P = figures[0].axes
-    labels = [label.get_text() for label in R.get_yticklabels()]
+    P, _, W, R = figures[0].axes
+    labels = [label.get_text() for label in W.get_yticklabels()]
     assert labels == ["=  14", "14 eggs", "14 eggs", "15", "(empty)", "(no answer)"]
     shown = [text.get_text() for text in R.texts]
     assert shown == [".700", ".600", ".600", ".100", ".000", ".000"]
@@ -77,7 +82,7 @@ def test_learning_curves_join_the_seeds(script, run, monkeypatch):  # noqa: F811
     "arguments, says",
     [
         ("nowhere", "no nowhere/config.json: is nowhere a run of train.py?"),
-        ("nowhere --question 0", "no nowhere/samples.jsonl"),
+        ("nowhere --question 0", "nowhere/samples.jsonl: no such file"),
         ("a --question 1", "--question must be from 0 to 0, got 1"),
         ("a b --question 0", "--question takes one RUN"),
         ("c --question 0", "this group has no W"),

@@ -1,0 +1,155 @@
+"""Speed and memory on random weights of a real shape, as JSON lines: scoring against full passes, a
+decode step, sampling in pieces against one call, and one update.
+
+    python benchmarks/gpu.py                   # on a GPU: Qwen3-4B's shape, some minutes
+    python benchmarks/gpu.py --shape small     # on two CPU cores: 8M parameters, some minutes
+    python benchmarks/gpu.py --shape tiny      # to see that it runs
+"""
+
+import json
+import math
+import random
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from measure import SHAPES, measure, prompts_that_end, random_model, where
+from transformers import Qwen3Config
+
+import toy
+from cer import answer_logprobs
+from engine import cli, policy, run
+from engine.sampling import generate
+from engine.tokens import pad, vocabulary
+from rloo import Row, update
+
+LENGTHS = {"tiny": 32, "small": 256}  # what the others call 1,000 tokens is this long
+
+
+def main():
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, help="(default: qwen3-4b on a GPU, else small)")
+    parser.add_argument("--repeats", type=cli.number(int, 1), default=3, help="the median counts")
+    parser.add_argument("--out", help="also write the lines to this file")
+    args = parser.parse_args()
+    device = run.init_ranks()
+    on_gpu = device.type == "cuda"
+    shape = args.shape or ("qwen3-4b" if on_gpu else "small")
+    length, dtype = LENGTHS.get(shape, 1000), torch.bfloat16 if on_gpu else torch.float32
+    torch.manual_seed(0)
+    tokenizer = toy.build_tokenizer()  # what the tokens say does not matter here
+    config = Qwen3Config(eos_token_id=1, **SHAPES[shape])
+    model = random_model(config, dtype, device).eval()
+    policy.neutralise_generation(model, tokenizer)
+    origin = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), **where()}
+    parts = scoring, decoding, sampling, updating
+    if args.out:
+        open(args.out, "w").close()
+    for part in parts:
+        for line in part(model, tokenizer, length, args.repeats):
+            text = json.dumps({"part": part.__name__, **line, **origin})
+            print(text, flush=True)
+            if args.out:
+                with open(args.out, "a") as file:
+                    file.write(text + "\n")
+    dist.destroy_process_group()
+
+
+def scoring(model, tokenizer, length, repeats, N=16):
+    """answer_logprobs against N (U + 1) full passes, without padding on either side."""
+    rng, vocab = random.Random(0), vocabulary(tokenizer)
+    spelled, boxed = [i for i, b in enumerate(vocab.bytes) if b.isalnum()], vocab.encode(" \\boxed")
+    for context in length // 2, length, 2 * length:
+        contexts = [rng.choices(spelled, k=context - len(boxed)) + boxed for _ in range(N)]
+        for U in 1, 4, 10, 16:
+            answers = [rf"\frac{{{10 + i}}}{{7}}" for i in range(U + 1)]
+            inputs = model, tokenizer, contexts, answers
+            answer_logprobs(*inputs)  # warm-up
+            scores, ours, peak = measure(lambda: answer_logprobs(*inputs), repeats)  # noqa: B023
+            naive_scores, naive, naive_peak = measure(lambda: full_passes(*inputs))  # noqa: B023
+            yield {
+                "N": N,
+                "U": U,
+                "context": context,
+                "seconds": ours,
+                "full_passes_seconds": naive,
+                "ratio": naive / ours,
+                "peak_gib": peak,
+                "full_passes_peak_gib": naive_peak,
+                "largest_difference": (scores - naive_scores).abs().max().item(),
+            }
+
+
+@torch.no_grad()
+def full_passes(model, tokenizer, contexts, answers):
+    """The same probabilities by one forward pass for each answer over all contexts (of one length),
+    with logits at the answer's positions only."""
+    vocab, scores = vocabulary(tokenizer), []
+    for answer in answers:
+        path = vocab.encode("{" + answer)
+        ids = pad([context + path for context in contexts]).to(model.device)
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logp = model.lm_head(hidden[:, -len(path) - 1 :]).float().log_softmax(-1)
+        onward = logp[:, range(len(path)), path]
+        missing = [vocab.join(path[i:]) + b"}" for i in range(len(path) + 1)]
+        closing = [logp[:, i, vocab.beginning_with(m)].logsumexp(1) for i, m in enumerate(missing)]
+        scores.append((F.pad(onward.cumsum(1), (1, 0)) + torch.stack(closing, 1)).logsumexp(1))
+    return torch.stack(scores)
+
+
+def decoding(model, tokenizer, length, repeats, steps=16):
+    """A decode step: what 17 tokens cost beyond the first, a sixteenth of it."""
+    never = {"suppress_tokens": model.generation_config.eos_token_id}
+    for rows in 32, 128, 256:
+        prompts = [[9] * length for _ in range(rows)]
+
+        def seconds(tokens, prompts=prompts):
+            sampled = lambda: generate(model, prompts, tokens, piece=tokens)  # noqa: E731
+            return measure(sampled, repeats)[1:]
+
+        with mock.patch.multiple(model.generation_config, **never):
+            (first, _), (whole, peak) = seconds(1), seconds(1 + steps)
+        yield {"rows": rows, "tokens": length, "seconds": (whole - first) / steps, "peak_gib": peak}
+
+
+def sampling(model, tokenizer, length, repeats, rows=64):
+    """64 rows of log-normal lengths, cut at four times the mean: in pieces, and in one call."""
+    rng, longest, sigma = random.Random(0), 4 * length, 0.7
+    mu = math.log(length) - sigma**2 / 2  # so that the mean is the length
+    lengths = [min(longest, max(1, round(rng.lognormvariate(mu, sigma)))) for _ in range(rows)]
+    with prompts_that_end(lengths) as prompts:
+        for name, piece in ("in pieces", longest // 8), ("one call", longest):
+            sampled = lambda: generate(model, prompts, longest, piece=piece)  # noqa: B023, E731
+            _, seconds, peak = measure(sampled)
+            rate = {"tokens_per_second": sum(lengths) / seconds}
+            yield {"rows": rows, "how": name, "seconds": seconds, **rate, "peak_gib": peak}
+
+
+def updating(model, tokenizer, length, repeats, rows=16):
+    """One optimizer step of the sharded fp32 policy; floating-point operations as a share of what a
+    large matrix product reaches (what the backward pass computes again does not count)."""
+    tokens, config = round(1.15 * length), model.config
+    trained = policy.shard(random_model(config, torch.float32, model.device))
+    batch = [Row([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=model.device.type == "cuda")
+    update(trained, optimizer, batch[:1], 1e-6, 16384)  # warm-up
+    _, seconds, peak = measure(lambda: update(trained, optimizer, batch, 1e-6, 16384), repeats)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    matrices -= 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    flops = 3 * rows * (2 * matrices * tokens + 2 * heads * tokens**2)
+    square = torch.randn(4096, 4096, device=model.device, dtype=model.dtype)
+    rate = 10 * 2 * 4096**3 / measure(lambda: [square @ square for _ in range(10)], repeats)[1]
+    yield {
+        "rows": rows,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tflops_per_second": flops / seconds / 1e12,
+        "share_of_matrix_rate": flops / seconds / rate,
+        "peak_gib": peak,
+    }
+
+
+if __name__ == "__main__":
+    cli.run_script(main)
