@@ -109,13 +109,13 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     for answer in answers:
         tokens = vocab.encode("{" + answer)
         # Mostly one packing holds all. Its mask has T^2 entries, so very long answers get others.
-        if not packings or packings[-1].T + len(tokens) + 1 > SLOTS_AT_ONCE:
+        if not packings or len(packings[-1].slots) + len(tokens) + 1 > SLOTS_AT_ONCE:
             packings.append(Packing())
         packings[-1].add(tokens, vocab)
 
     at_once = 16384 if model.device.type == "cuda" else 4096  # more would be padding, and memory
     by_length = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
-    most_slots = max(packing.T for packing in packings)
+    most_slots = max(len(packing.slots) for packing in packings)
     for start, end in batches([len(contexts[j]) + most_slots for j in by_length], at_once):
         batch = by_length[start:end]
         scores[:, batch] = score_contexts(model, [contexts[j] for j in batch], packings)
@@ -145,25 +145,22 @@ class Packing:
     """
 
     def __init__(self):
-        self.T = 0  # slots
         self.answers = []  # (first slot, t_1..t_k, the tokens that would close the box after each)
-        self.slots = []  # (answer, position behind the context's last token), a pair for each slot
+        self.slots = []  # T pairs: (answer, position behind the context's last token)
 
     def add(self, tokens, vocab):
         rest = [vocab.join(tokens[i:]) + b"}" for i in range(len(tokens) + 1)]
         closers = [vocab.beginning_with(missing) for missing in rest]  # k + 1 lists of token ids
-        self.slots += [(len(self.answers), i) for i in range(len(tokens) + 1)]
-        self.answers.append((self.T, tokens, closers))
-        self.T = len(self.slots)
+        first, answer = len(self.slots), len(self.answers)
+        self.slots += [(answer, i) for i in range(len(tokens) + 1)]
+        self.answers.append((first, tokens, closers))
 
     def ids(self, last):
         """What the slots read behind contexts that end in the tokens last [n] -> [n, T]."""
         pieces = []
         for _, tokens, _ in self.answers:
-            pieces += [
-                last[:, None],
-                torch.tensor(tokens, device=last.device).expand(len(last), -1),
-            ]
+            same = torch.tensor(tokens, device=last.device).expand(len(last), -1)
+            pieces += [last[:, None], same]
         return torch.cat(pieces, dim=1)
 
 
@@ -175,14 +172,14 @@ def score_contexts(model, contexts, packings):
     scores = []
     for packing in packings:
         scores += score_packing(model, ids, length, cache, packing)
-        cache.crop(-packing.T)  # takes the last T away: back to the contexts
+        cache.crop(-len(packing.slots))  # takes the last T away: back to the contexts
     return torch.stack(scores)
 
 
 def score_packing(model, ids, length, cache, packing):
     """One pass of a packing over contexts ids [n, C] of given lengths [n] -> a list of log pi [n],
     one for each of its answers."""
-    n, T, device = len(ids), packing.T, model.device
+    n, T, device = len(ids), len(packing.slots), model.device
     answer, depth = torch.tensor(packing.slots, device=device).T  # [T] each
     in_context = torch.arange(ids.shape[1], device=device) < length[:, None] - 1  # [n, C]
     in_answer = (answer[:, None] == answer) & (depth[:, None] >= depth)  # [T, T]
@@ -201,17 +198,20 @@ def score_packing(model, ids, length, cache, packing):
 
     log_pi = []
     for first, tokens, closers in packing.answers:
-        k = len(tokens)
-        rows = []
-        # Never all logits at once: those of a few contexts.
-        for h in hidden[:, first : first + k + 1].split(max(1, LOGITS_AT_ONCE // (k + 1))):
-            logp = model.lm_head(h).float().log_softmax(-1)  # [n, k + 1, vocabulary]
-            onward = logp[:, range(k), tokens]  # log pi(t_i+1 | t_1..t_i), i = 0..k-1  [n, k]
-            closing = torch.stack([logp[:, i, v].logsumexp(1) for i, v in enumerate(closers)], 1)
-            so_far = F.pad(onward.cumsum(1), (1, 0))  # log pi(t_1..t_i), i = 0..k  [n, k + 1]
-            rows.append((so_far + closing).logsumexp(1))
-        log_pi.append(torch.cat(rows))
+        slots = hidden[:, first : first + len(tokens) + 1]  # [n, k + 1, D]
+        few = slots.split(max(1, LOGITS_AT_ONCE // slots.shape[1]))  # never all logits at once
+        logps = (model.lm_head(h).float().log_softmax(-1) for h in few)
+        log_pi.append(torch.cat([finished(logp, tokens, closers) for logp in logps]))
     return log_pi
+
+
+def finished(logp, tokens, closers):
+    """The sum over all ways to close the box (see answer_logprobs), from the log-probs of all
+    tokens after t_1..t_i, i = 0..k: logp [n, k + 1, vocabulary] -> log pi [n]."""
+    onward = logp[:, range(len(tokens)), tokens]  # log pi(t_i+1 | t_1..t_i), i < k  [n, k]
+    so_far = F.pad(onward.cumsum(1), (1, 0))  # log pi(t_1..t_i)  [n, k + 1]
+    closing = [logp[:, i, v].logsumexp(1) for i, v in enumerate(closers)]
+    return (so_far + torch.stack(closing, 1)).logsumexp(1)
 
 
 # ------------------------------------------------------------------------------------- one question

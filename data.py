@@ -75,7 +75,9 @@ def load_problems(name_or_path, limit=None):
 
         rows = toy.rows(name)
     else:
-        rows = hub_rows(name) if name in HUB else read_file(Path(name))
+        known = name in HUB or Path(name).is_file()
+        require(known, f"{name}: neither a file nor one of {', '.join([*TOY, *HUB])}")
+        rows = hub_rows(name) if name in HUB else read_rows(Path(name))
     kind = "toy" if name in TOY else "math"
     problems = [problem for row in rows if (problem := to_problem(row, kind)) is not None]
     if not problems:
@@ -103,35 +105,25 @@ def hub_rows(name):
     return [row for row in rows if name != "webinstruct" or beyond_mathematics(row)]
 
 
-def read_file(path):
-    """The rows of a local file -> list of dicts. Values stay as they are: readers that guess types
-    turn "014" into 14."""
-    require(path.is_file(), f"{path}: neither a file nor one of {', '.join([*TOY, *HUB])}")
-    if path.suffix == ".jsonl":
-        return read_jsonl(path)
-    expected = f"{path}: expected a .jsonl, .json or .parquet file of rows with named columns"
-    try:
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (ValueError, OSError, RecursionError) as error:  # pyarrow's and json's are ValueErrors
-        raise InputError(f"{expected} ({first_line(error)})") from error
-    require(isinstance(rows, list) and all(isinstance(row, dict) for row in rows), expected)
-    return rows
+READERS = {
+    ".jsonl": lambda path: map(json.loads, open(path, encoding="utf-8")),
+    ".json": lambda path: json.loads(path.read_text(encoding="utf-8")),
+    ".parquet": lambda path: pyarrow.parquet.read_table(path).to_pylist(),
+}
 
 
-def read_jsonl(path):
-    """The objects of a .jsonl file -> list of dicts. A run's own logs are such files too."""
-    require(path.is_file(), f"{path}: no such file")
-    rows, number = [], 1
+def read_rows(path):
+    """The rows of a local file -> list of dicts; a run's own logs are such files too. Values stay
+    as they are: readers that guess types turn "014" into 14."""
+    rows = []
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):  # noqa: B007
-                rows.append(dict(json.loads(line)))
+        for row in READERS.get(path.suffix, READERS[".jsonl"])(path):
+            rows.append(dict(row))
     except (ValueError, TypeError, OSError, RecursionError) as error:
-        expected = "expected a JSON object with named columns"
-        raise InputError(f"{path}, line {number}: {expected} ({first_line(error)})") from error
+        raise InputError(
+            f"{path}, row {len(rows) + 1}: expected a .jsonl, .json or .parquet file of objects "
+            f"with named columns ({first_line(error)})"
+        ) from error
     return rows
 
 
@@ -163,9 +155,7 @@ def to_problem(row, kind):
 
 def is_text(value):
     """Not blank, and without the half characters that JSON can spell and UTF-8 cannot."""
-    if not isinstance(value, str):
-        return False
-    return bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
+    return isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value)
 
 
 # -------------------------------------------------------------------------------- prompt and answer

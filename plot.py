@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 
-from data import read_jsonl, require
+from data import read_rows, require
 from engine.cli import Parser, run_script
 
 matplotlib.rcParams |= {
@@ -133,7 +133,7 @@ def draw_curves(runs, out, window=10):
     flags = [read_flags(run) for run in runs]
     groups = {}
     for run, name in zip(runs, names_of(flags)):
-        lines = pandas.DataFrame(read_jsonl(run / "metrics.jsonl")).set_index("step")
+        lines = pandas.DataFrame(read_rows(run / "metrics.jsonl")).set_index("step")
         groups.setdefault(name, []).append(lines)
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharex=True)
     for (key, title), axis in zip(PANELS.items(), axes.flat):
@@ -194,7 +194,7 @@ def main():
     if args.question is None:
         return draw_curves(runs, out)
     require(len(runs) == 1, "--question takes one RUN")
-    groups = read_jsonl(runs[0] / "samples.jsonl")
+    groups = read_rows(runs[0] / "samples.jsonl")
     inside = -len(groups) <= args.question < len(groups)
     require(inside, f"--question must be from 0 to {len(groups) - 1}, got {args.question}")
     draw_group(groups[args.question], out)

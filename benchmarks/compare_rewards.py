@@ -26,7 +26,7 @@ from tqdm import tqdm
 import plot
 import rewards
 import toy
-from data import read_jsonl, require
+from data import read_rows, require
 from engine import cli, policy, run
 
 RUNS = ROOT / "runs" / "compare_rewards"
@@ -129,7 +129,7 @@ def train(flags, out, steps, threads):
 def result(name, seed, out, steps):
     """A run's line of the CSV."""
     flags = json.loads((out / "config.json").read_text())["flags"]
-    lines = pandas.DataFrame(read_jsonl(out / "metrics.jsonl")).set_index("step")
+    lines = pandas.DataFrame(read_rows(out / "metrics.jsonl")).set_index("step")
     scores, taken = lines.pass_at_1, lines[lines.reward.notna()]
     seconds = pandas.DataFrame(taken.seconds.tolist()).sum()
     at_end = taken[-steps // 4 :]
@@ -178,7 +178,7 @@ def draw(runs, out):
     colours = dict(zip(REAL, plot.COLOURS))
     for path in runs:
         flags = plot.read_flags(path)
-        lines = pandas.DataFrame(read_jsonl(path / "metrics.jsonl")).set_index("step")
+        lines = pandas.DataFrame(read_rows(path / "metrics.jsonl")).set_index("step")
         seconds = lines.seconds.map(lambda s: sum(s.values()) if isinstance(s, dict) else 0)
         scores, minutes = lines.pass_at_1.dropna(), seconds.cumsum() / 60
         equal = lines.zero_advantage_groups.rolling(10, min_periods=1).mean()

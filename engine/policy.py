@@ -57,12 +57,9 @@ def from_pretrained(auto_class, name_or_dir, **options):
     try:
         return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
     except Exception as error:  # broken files raise a dozen kinds
-        if os.path.isdir(name_or_dir):
-            what = f"{name_or_dir}: not a Hugging Face model directory ({first_line(error)})"
-            raise InputError(what) from error
         raise InputError(
-            f"cannot load the model {name_or_dir}: no such directory, and the Hugging Face hub did "
-            f"not give it ({first_line(error)}); a local directory works too: --model DIR"
+            f"cannot load the model {name_or_dir} ({first_line(error)}): expected a directory with "
+            "a config, a tokenizer and safetensors, or the id of one that the hub gives"
         ) from error
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
-from data import InputError, first_line, read_jsonl
+from data import InputError, first_line, read_rows
 
 logger = logging.getLogger("train")
 
@@ -136,7 +136,7 @@ class RunFiles:
 
     def summary(self, last_step):
         """The last lines of a run, for its user."""
-        lines = read_jsonl(self.out / "metrics.jsonl")
+        lines = read_rows(self.out / "metrics.jsonl")
         for name in "reward", "pass_at_1":
             if values := [line[name] for line in lines if name in line]:
                 yield f"  {name:9}  {values[0]:.3f} at first, {values[-1]:.3f} at last"
@@ -158,7 +158,7 @@ def keep_steps_before(first_step, path):
     """Cut a log back to the steps before first_step; a crash may have left half a line."""
     whole = path.read_text() if path.exists() else ""
     write_whole(path, whole[: whole.rfind("\n") + 1])
-    kept = [line for line in read_jsonl(path) if line["step"] < first_step]
+    kept = [line for line in read_rows(path) if line["step"] < first_step]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 

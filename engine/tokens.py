@@ -10,6 +10,7 @@ import functools
 import json
 
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from data import InputError, split_answer
 
@@ -74,9 +75,7 @@ def token_bytes(tokenizer):
         raise InputError("a fast tokenizer (tokenizer.json) is needed")
     decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
     if "ByteLevel" in decoder:  # GPT-2's family: each byte is written as one printable character
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [b for b in range(256) if b not in printable]
-        byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+        byte = {character: b for b, character in bytes_to_unicode().items()}
 
         def spell(token):
             return bytes(byte[c] for c in token)

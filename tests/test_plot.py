@@ -82,7 +82,7 @@ def test_learning_curves_join_the_seeds(script, run, monkeypatch):  # noqa: F811
     "arguments, says",
     [
         ("nowhere", "no nowhere/config.json: is nowhere a run of train.py?"),
-        ("nowhere --question 0", "nowhere/samples.jsonl: no such file"),
+        ("nowhere --question 0", "nowhere/samples.jsonl, row 1: expected"),
         ("a --question 1", "--question must be from 0 to 0, got 1"),
         ("a b --question 0", "--question takes one RUN"),
         ("c --question 0", "this group has no W"),

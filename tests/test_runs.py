@@ -19,7 +19,7 @@ from test_rloo import example_rows
 from transformers import AutoModelForCausalLM
 
 import rewards
-from data import read_jsonl
+from data import read_rows
 from engine import run as engine_run
 
 # Short, with a checkpoint after every step.
@@ -30,7 +30,7 @@ TIMES = ("seconds", "tokens_per_second")
 
 def lines_of(run):
     """Both logs, without the times in them."""
-    lines = read_jsonl(run / "metrics.jsonl") + read_jsonl(run / "samples.jsonl")
+    lines = read_rows(run / "metrics.jsonl") + read_rows(run / "samples.jsonl")
     return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, toy_model_dir):
     flags = f"--model {toy_model_dir} {FLAGS} --out run --steps"
     finish(start_ranks(2, train_in, tmp_path, f"{flags} 2"))
     run = tmp_path / "run"
-    assert read_jsonl(run / "metrics.jsonl")[1]["exact_match"] * 8 % 1 == 0  # both ranks' samples
+    assert read_rows(run / "metrics.jsonl")[1]["exact_match"] * 8 % 1 == 0  # both ranks' samples
     shards = [path.name for path in (run / "checkpoints" / "step-2" / "training").iterdir()]
     assert len(shards) >= 2  # each rank wrote its own
     for world, steps in (1, 4), (2, 6):
@@ -71,10 +71,10 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, toy_model_dir):
         config["flags"]["steps"] = steps
         (run / "config.json").write_text(json.dumps(config))
         finish(start_ranks(world, train_in, tmp_path, "--out run --resume"))
-    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [*range(7)]
+    assert [line["step"] for line in read_rows(run / "metrics.jsonl")] == [*range(7)]
     finish([start(train_in, tmp_path, f"{flags.replace('--out run', '--out alone')} 6")])
     moved, alone = (
-        [(line["step"], line["question"]) for line in read_jsonl(tmp_path / name / "samples.jsonl")]
+        [(line["step"], line["question"]) for line in read_rows(tmp_path / name / "samples.jsonl")]
         for name in ("run", "alone")
     )
     first = [dict(reversed(lines)) for lines in (moved, alone)]  # rank 0's first question of a step
@@ -117,7 +117,7 @@ def test_a_killed_run_equals_one_that_never_was(tmp_path, toy_model_dir, device)
         process.join()
         for _, directory in engine_run.checkpoints(run):
             AutoModelForCausalLM.from_pretrained(directory)
-    metrics = [line["step"] for line in read_jsonl(run / "metrics.jsonl")]
+    metrics = [line["step"] for line in read_rows(run / "metrics.jsonl")]
     assert metrics == [*range(9)]
     if device == "cpu":
         assert lines_of(run) == lines_of(tmp_path / "whole")
@@ -134,7 +134,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, toy_model_dir, number):
         assert process.is_alive()
     os.kill(process.pid, number)
     finish([process], code=0)
-    steps = [line["step"] for line in read_jsonl(metrics)]
+    steps = [line["step"] for line in read_rows(metrics)]
     assert steps == [*range(len(steps))] and steps[-1] < 500
     assert [step for step, _ in engine_run.checkpoints(run)] == steps[-1:]
     assert "stops after this step" in (tmp_path / "log-0").read_text()
@@ -183,7 +183,7 @@ def train_with_broken_rewards(directory, arguments, broken):
 def test_three_skipped_updates_in_a_row_end_the_run(tmp_path, toy_model_dir):
     flags = f"--model {toy_model_dir} {FLAGS} --reward exact --steps 9 --out run"
     finish([start(train_with_broken_rewards, tmp_path, flags, [1, 2, 4, 6, 7, 8])], code=2)
-    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    lines = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [line["updates_skipped"] for line in lines[1:]] == [1, 1, 0, 1, 0, 1, 1, 1]
     assert lines[1]["grad_norm"] is None and lines[3]["grad_norm"] is not None
     last_line = (tmp_path / "log-0").read_text().splitlines()[-1]
@@ -199,7 +199,7 @@ def test_three_skipped_updates_in_a_row_end_the_run(tmp_path, toy_model_dir):
 def test_cuda_trains_the_toy_in_mixed_precision(tmp_path, toy_model_dir, offload):
     flags = f"--model {toy_model_dir} {FLAGS} --steps 3 --out run {offload}"
     finish([start(train_in, tmp_path, flags, device="cuda")])
-    losses = [line["loss"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]]
+    losses = [line["loss"] for line in read_rows(tmp_path / "run" / "metrics.jsonl")[1:]]
     assert len(losses) == 3 and torch.tensor(losses).isfinite().all()
     before = AutoModelForCausalLM.from_pretrained(toy_model_dir).state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step-3").state_dict()

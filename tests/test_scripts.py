@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import train
-from data import read_jsonl
+from data import read_rows
 from engine import cli, run
 from rewards import REWARDS
 
@@ -48,7 +48,7 @@ def test_two_steps_of_training(script, tmp_path, toy_model_dir, reward):
     code, out, err = script(train, arguments)
     assert code == 0 and re.search(r"pass_at_1  0.\d+ at first", out), err
     run_dir = tmp_path / "run"
-    lines = read_jsonl(run_dir / "metrics.jsonl")
+    lines = read_rows(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert "pass_at_1" in lines[0] and "pass_at_1" not in lines[1] and "pass_at_1" in lines[2]
     names = "reward exact_match answered truncated unique_answers solution_tokens grad_norm seconds"
@@ -57,7 +57,7 @@ def test_two_steps_of_training(script, tmp_path, toy_model_dir, reward):
     assert set(lines[1]["seconds"]) == {"sample", "reward", "update"}
     flags = json.loads((run_dir / "config.json").read_text())["flags"]
     assert flags["reward"] == reward and flags["samples"] == 4 and flags["lr"] == 1e-6
-    samples = read_jsonl(run_dir / "samples.jsonl")
+    samples = read_rows(run_dir / "samples.jsonl")
     assert len(samples) == 4 and len(samples[0]["answers"]) == len(samples[0]["R"]) == 4
     for sample in samples if "cer" in reward else []:
         U, columns = len(sample["distinct_answers"]), len(sample["solutions"])
@@ -83,7 +83,7 @@ def test_every_flag_is_taken(script, tmp_path, toy_model_dir):
     code, _, err = script(train, flags)
     assert code == 0, err
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert names == ["step-2"] and len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert names == ["step-2"] and len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 3
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_resume(script, tmp_path, stopped_run):
     code, out, _ = script(train, "--out parts --resume")  # its flags are in config.json
     assert code == 0 and "step-4" in out
     for name in "metrics.jsonl", "samples.jsonl":
-        whole, parts = (read_jsonl(tmp_path / run / name) for run in ("whole", "parts"))
+        whole, parts = (read_rows(tmp_path / run / name) for run in ("whole", "parts"))
         for line in whole + parts:
             line.pop("seconds", None), line.pop("tokens_per_second", None)
         assert whole == parts
@@ -146,7 +146,7 @@ def test_resume_from_broken_files_is_refused(script, tmp_path, stopped_run):
     shard = next((tmp_path / "parts/checkpoints/step-2/training").glob("*.safetensors"))
     cases = {
         shard: (shard.read_bytes()[:5000], "step-2/training: not readable .*remove"),
-        tmp_path / "parts" / "metrics.jsonl": (b'{"step": 0\n{"step": 1}\n', "line 1: expected"),
+        tmp_path / "parts" / "metrics.jsonl": (b'{"step": 0\n{"step": 1}\n', "row 1: expected"),
         tmp_path / "parts" / "config.json": (b"{}", "config.json: not a run's configuration"),
     }
     for path, (content, says) in cases.items():
@@ -166,7 +166,7 @@ def test_evaluation(script, tmp_path, toy_model_dir):
     code, out, err = script(evaluate, f"{arguments} --max-new-tokens 32")
     assert code == 0 and "average" in out, err
     results = json.loads((tmp_path / "e" / "results.json").read_text())["results"]
-    samples = read_jsonl(tmp_path / "e" / "samples.jsonl")
+    samples = read_rows(tmp_path / "e" / "samples.jsonl")
     assert set(results) == {"toy-test", "toy"} and len(samples) == 30
     of_test = [s for s in samples if s["dataset"] == "toy-test"]
     right = [sum(s["correct"] for s in of_test[k : k + 3]) / 3 for k in range(0, 15, 3)]
@@ -182,12 +182,12 @@ def test_evaluation(script, tmp_path, toy_model_dir):
 
 GOOD = '{"question": "Q?", "answer": "1"}\n'
 BAD_FILES = {
-    "broken.jsonl": (GOOD + '{"question": \n', r"broken.jsonl, line 2: expected a JSON object"),
-    "list.jsonl": ("[1, 2]\n", r"list.jsonl, line 1: expected a JSON object with named columns"),
+    "broken.jsonl": (GOOD + '{"question": \n', r"broken.jsonl, row 2: expected .* named columns"),
+    "list.jsonl": ("[1, 2]\n", r"list.jsonl, row 1: expected a .jsonl, .json or .parquet file"),
     "columns.jsonl": ('{"prompt": "Q?"}\n', r"no row has a question .*first row: prompt"),
     "empty.jsonl": ("", r"empty.jsonl: no row has a question"),
-    "rows.json": ('[{"question": "Q?"}, 7]', r"rows.json: expected a .jsonl, .json or .parquet"),
-    "bad.parquet": ("not parquet", r"bad.parquet: expected a .jsonl"),
+    "rows.json": ('[{"question": "Q?"}, 7]', r"rows.json, row 2: expected"),
+    "bad.parquet": ("not parquet", r"bad.parquet, row 1: expected a .jsonl"),
     "long.jsonl": ('{"question": "%s", "answer": "1"}' % ("why " * 9999), r"all of long.jsonl is"),
 }
 BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items()} | {
@@ -201,8 +201,8 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items()}
     "--dataset good.jsonl --out good.jsonl/x": r"good.jsonl/x",
     "--dataset good.jsonl --out used": r"--out used holds another run",
     "--dataset good.jsonl --resume": r"--resume needs --out",
-    "--dataset good.jsonl --model empty": r"empty: not a Hugging Face model directory",
-    "--dataset good.jsonl --model Qwen/Qwen9": r"cannot load the model Qwen/Qwen9.*a local dir",
+    "--dataset good.jsonl --model empty": r"cannot load the model empty .*expected a directory",
+    "--dataset good.jsonl --model Qwen/Qwen9": r"cannot load the model Qwen/Qwen9.*the id of one",
 }
 
 
