@@ -1,47 +1,52 @@
-"""What the README says of files, flags and lines is so. Its ```sh blocks are run by .ci/run."""
+"""What the README and docs/ say of files, flags and lines is so. The README's ```sh blocks are run
+by .ci/run."""
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+from test_scripts import script  # noqa: F401  a fixture
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-COMMAND = re.compile(r"^(python|torchrun)\b[^\n]*?([\w/]+\.py)([^\n]*)$", re.MULTILINE)
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+COMMAND = re.compile(r"^(?:python|torchrun)\b[^\n]*?([\w/]+)\.py([^\n]*)$", re.MULTILINE)
 
 
 def commands():
-    blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    tables = re.findall(r"`((?:python|torchrun) [^`]*)`", README)
-    return COMMAND.findall("\n".join([*blocks, *tables]))
+    """(script, flags) of every command in a block or between backquotes."""
+    found = set()
+    for page in PAGES:
+        text = page.read_text()
+        blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        found.update(COMMAND.findall("\n".join([*blocks, *re.findall(r"`([^`\n]*)`", text)])))
+    return sorted(found)
 
 
 def test_there_are_commands():
-    scripts = {script for _, script, _ in commands()}
-    assert {"train.py", "evaluate.py", "plot.py", "cer.py"} < scripts
+    assert {"train", "evaluate", "plot", "cer", "benchmarks/gpu"} <= {
+        name for name, _ in commands()
+    }
 
 
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_every_command_names_real_scripts_and_flags(command):
-    _, script, arguments = command
-    source = (ROOT / script).read_text() + (ROOT / "benchmarks" / "measure.py").read_text()
-    for flag in re.findall(r"--[\w-]+", arguments):
-        assert f'"{flag}"' in source, flag
+@pytest.mark.parametrize("name, flags", commands())
+def test_every_command_names_real_scripts_and_flags(script, name, flags):  # noqa: F811
+    assert (ROOT / f"{name}.py").is_file()
+    named = re.findall(r"--[a-z][\w-]*", flags)
+    if named:
+        _, help_text, _ = script(importlib.import_module(Path(name).name), "--help")
+        assert set(named) <= set(re.findall(r"--[a-z][\w-]*", help_text)), name
 
 
-def test_every_file_it_links_to_or_lists_is_there():
-    for path in re.findall(r"\]\(((?!http)[^)]*)\)", README):
-        assert (ROOT / path).exists(), path
-    listed = README.split("## Reading order")[1].split("The method (")[0]
-    for name in re.findall(r"`([\w/]+(?:\.py|/))`", listed):
-        assert (ROOT / name).exists(), name
-    for script in ROOT.glob("*.py"):
-        assert f"`{script.name}`" in listed, script
+def test_every_file_that_is_linked_or_listed_is_there():
+    for page in PAGES:
+        for path in re.findall(r"\]\(((?!http)[^)#]*)", page.read_text()):
+            assert (page.parent / path).exists(), (page.name, path)
+    listed = PAGES[0].read_text().split("reading order")[1].split("## Which reward")[0]
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/[a-z]*.py")]:
+        assert f"`{path.name}`" in listed, path
 
 
-def test_the_lines_of_the_method():
-    count = 0
-    for name in "cer", "rloo", "policy", "rewards", "train":
-        lines = [line.strip() for line in (ROOT / f"{name}.py").read_text().splitlines()]
-        count += sum(bool(line) and not line.startswith("#") for line in lines)
-    assert f"is {count} lines without blank lines and comments" in README, count
+def test_the_printed_output_is_that_of_the_demonstration(capsys):
+    importlib.import_module("cer").demonstration()
+    assert capsys.readouterr().out.rstrip() in PAGES[0].read_text()
