@@ -1,8 +1,8 @@
 r"""Conditional Expectation Reward: the model that answers is also the judge.
 
     q           a question
-    s           a solution sampled from pi(s | q)
-    a           the answer boxed after it, sampled from pi(a | s, q)
+    s           a solution, sampled from pi(s | q); it ends with `\boxed`
+    a           the answer in the box after it, sampled from pi(a | s, q)
     a*          the reference answer
     rho(a, a*)  how likely a* is after the solutions that lead to a: E[ pi(a*|s,q) | a, q ]  (Eq. 3)
 
@@ -15,15 +15,17 @@ With N samples (s_i, a_i) of one question, and M of the solutions to average ove
 
 Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). As
 the s_j are samples of pi(s|q), the posterior over *them* is row i of W divided by its sum, D^-1 W;
-and the expectation of pi(a*|s,q) under it is that row times P.
+and the expectation of pi(a*|s,q) under it is that row times P. It converges as M grows.
 
 A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
-is paid; a wrong answer mostly comes from others, and is paid little. In expectation over the
-model's answers the reward equals that of exact match (Theorem 2): CER pays no more, it spreads the
-pay over all the answers that deserve it.
+is paid like it; a wrong answer mostly comes from others, and is paid little. In expectation over
+the model's answers the reward equals that of exact match (Theorem 2): CER pays no more, it takes
+from the literal hit and gives to its paraphrases.
 
-The first half of this file is the mathematics, pure functions of tensors. The second half fills W
-and P from a model. `python cer.py` shows both on a question small enough to check by hand.
+The first half of this file is the mathematics, pure functions of tensors; `python cer.py` shows it
+on a question small enough to check by hand. The second half fills W and P from a model. There,
+samples that gave the same answer share a row, so W has U <= N rows, and a column for each sample
+that gave any answer.
 """
 
 from dataclasses import dataclass
@@ -51,12 +53,12 @@ def exact_cer(prior, likelihood):
 def cer(log_W, log_P):
     """R = D^-1 W P in log space (Eq. 8): log_W [N, M], log_P [M] -> R [N].
 
-    D^-1 W divides each row of W by its sum, and W = exp(log_W), so D^-1 W is a softmax: answers as
-    improbable as exp(-1000) keep their proportions. log_W = -inf leaves a solution out; a row of
-    nothing else earns 0.
+    D^-1 W divides each row of W by its sum, and W = exp(log_W), so D^-1 W is a softmax: a row of
+    numbers near exp(-1000) keeps its proportions. log_W = -inf leaves a solution out; a row that
+    leaves out all of them earns 0.
     """
-    nothing = (log_W == -torch.inf).all(dim=1, keepdim=True)  # their softmax would be nan
-    posterior = log_W.softmax(dim=1).masked_fill(nothing, 0.0)  # D^-1 W, pi(s_j | a_i, q)  [N, M]
+    empty = (log_W == -torch.inf).all(dim=1, keepdim=True)  # the softmax of such a row is nan
+    posterior = log_W.softmax(dim=1).masked_fill(empty, 0.0)  # D^-1 W, pi(s_j | a_i, q)  [N, M]
     return posterior @ log_P.exp()
 
 
@@ -64,11 +66,10 @@ def choose_solutions(U, answer_of_solution, M):
     """Which M solutions each of U distinct answers is averaged over -> bool [U, solutions].
 
     Eq. 8 leaves this open. For each answer the solutions that produced it come first, then others
-    at random. If all answers shared the same M solutions, M = 1 would give them all the same reward
-    and every advantage would be 0.
-
-    1 < M < N shifts the mean reward a little, up or down: Theorem 2 holds for M = 1 (each answer
-    with a solution of its own) and for M = N.
+    at random: so M = 1 judges an answer by P of a solution that really led to it, and Theorem 2
+    holds, as it does with all solutions. In between the mean reward shifts a little, up or down. If
+    all answers shared the same M solutions, M = 1 would give them all the same reward, and every
+    advantage would be 0.
     """
     own = torch.arange(U)[:, None] == torch.tensor(answer_of_solution)  # [U, solutions]
     order = own + torch.rand(own.shape)  # own solutions lie over 1, the others under
@@ -86,14 +87,18 @@ def answer_logprobs(model, tokenizer, contexts, answers):
 
     What is scored is a *finished* answer, "{14}" with its closing brace. Without the brace "1"
     would collect the probability of "14", "15" and "10/3"; the sum over answers could pass 1 and
-    Theorem 2 would not hold. The brace often shares its token with what follows (`}$`, `}.`). So:
-    let t_1..t_k be the tokens of "{answer". The box may be closed after any i of them, by any token
-    v that spells what is still missing, and then whatever it likes:
+    Theorem 2 would not hold. The brace often shares its token with what follows (`}$`, `4}.`). So:
+    let t_1..t_k be the tokens of "{14", without the closing brace. The box may be closed after any
+    i of them, by any token v that begins with all that is still missing (and may go on after it):
 
-        log pi = logsumexp over i = 0..k of  log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i),
-                 v: all tokens whose bytes begin with  bytes(t_i+1..t_k) + "}"
+        log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
+                 v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
 
-    (Other ways to cut the same text into tokens are left out: a model hardly ever takes them.)
+    Other ways to cut "{14" itself into tokens are left out, which makes this a lower bound; how
+    near it comes to what a real model samples is in docs/measurements.md.
+
+    The model must be in eval mode and pass engine.policy.check_model: full attention, a cache that
+    can be cropped, logits that are lm_head of the last hidden state.
 
     Cost: one forward pass over the contexts, which keeps their keys and values, and one over all
     answers packed side by side behind each of them (see Packing). A naive scorer runs
@@ -108,12 +113,13 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     packings = []
     for answer in answers:
         tokens = vocab.encode("{" + answer)
-        # Mostly one packing holds all. Its mask has T^2 entries, so very long answers get others.
+        # Mostly one packing holds all. Its mask has T^2 entries, so many long answers get several.
         if not packings or len(packings[-1].slots) + len(tokens) + 1 > SLOTS_AT_ONCE:
             packings.append(Packing())
         packings[-1].add(tokens, vocab)
 
-    at_once = 16384 if model.device.type == "cuda" else 4096  # more would be padding, and memory
+    # Tokens in one pass; more would be padding, and memory.
+    at_once = 16384 if model.device.type == "cuda" else 4096
     by_length = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
     most_slots = max(len(packing.slots) for packing in packings)
     for start, end in batches([len(contexts[j]) + most_slots for j in by_length], at_once):
@@ -122,17 +128,18 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     return scores
 
 
-SLOTS_AT_ONCE = 1024  # 16 answers of 64 tokens
-LOGITS_AT_ONCE = 1024  # tokens
+SLOTS_AT_ONCE = 1024  # the most slots of a packing, but for a longer single answer
+LOGITS_AT_ONCE = 1024  # the most tokens whose logits are held, but for a longer single answer
 
 
 class Packing:
     r"""Answers packed into the T slots of one row, the same row for every context.
 
-    Answer u takes k + 1 slots: the context's last token once more (so that its logits, which
-    predict t_1, come from this pass and not from the one over the contexts), then t_1..t_k. A slot
-    sees the context but for that last token, and its own answer up to itself; positions restart
-    at the context's end. For the answers 14 and 9 behind a context "so \boxed" (x: sees):
+    Answer u takes k + 1 slots: the context's last token once more, then t_1..t_k. (The repeated
+    token predicts t_1. Contexts end in different columns of their batch; like this all predictions
+    stand side by side.) A slot sees the context but for its last token, and its own answer up to
+    itself; positions restart at the context's last token. For the answers 14 and 9 behind the
+    context "so \boxed" (x: the slot on the left sees this):
 
         slot reads    so \boxed    \boxed { 1 4    \boxed { 9
         \boxed         x    .         x   . . .       .   . .
@@ -146,7 +153,7 @@ class Packing:
 
     def __init__(self):
         self.answers = []  # (first slot, t_1..t_k, the tokens that would close the box after each)
-        self.slots = []  # T pairs: (answer, position behind the context's last token)
+        self.slots = []  # T pairs: (number of the answer, depth: 0 at the repeated token, to k)
 
     def add(self, tokens, vocab):
         rest = [vocab.join(tokens[i:]) + b"}" for i in range(len(tokens) + 1)]
@@ -159,8 +166,8 @@ class Packing:
         """What the slots read behind contexts that end in the tokens last [n] -> [n, T]."""
         pieces = []
         for _, tokens, _ in self.answers:
-            same = torch.tensor(tokens, device=last.device).expand(len(last), -1)
-            pieces += [last[:, None], same]
+            answer = torch.tensor(tokens, device=last.device)
+            pieces += [last[:, None], answer.expand(len(last), -1)]
         return torch.cat(pieces, dim=1)
 
 
@@ -169,16 +176,13 @@ def score_contexts(model, contexts, packings):
     ids = pad(contexts).to(model.device)  # [n, C], on the right: causal attention needs no mask
     length = torch.tensor([len(context) for context in contexts], device=model.device)  # [n]
     cache = model.base_model(input_ids=ids, use_cache=True).past_key_values
-    scores = []
-    for packing in packings:
-        scores += score_packing(model, ids, length, cache, packing)
-        cache.crop(-len(packing.slots))  # takes the last T away: back to the contexts
-    return torch.stack(scores)
+    scores = [score_packing(model, ids, length, cache, packing) for packing in packings]
+    return torch.cat(scores)
 
 
 def score_packing(model, ids, length, cache, packing):
-    """One pass of a packing over contexts ids [n, C] of given lengths [n] -> a list of log pi [n],
-    one for each of its answers."""
+    """One pass of a packing over contexts ids [n, C] of given lengths [n], whose keys and values
+    are in the cache (before and after) -> log pi [answers of the packing, n]."""
     n, T, device = len(ids), len(packing.slots), model.device
     answer, depth = torch.tensor(packing.slots, device=device).T  # [T] each
     in_context = torch.arange(ids.shape[1], device=device) < length[:, None] - 1  # [n, C]
@@ -194,21 +198,22 @@ def score_packing(model, ids, length, cache, packing):
         position_ids=length[:, None] - 1 + depth,
         past_key_values=cache,
         use_cache=True,
-    ).last_hidden_state  # [n, T, D]
+    ).last_hidden_state  # [n, T, H]
+    cache.crop(-T)  # takes the last T away: back to the contexts
 
     log_pi = []
     for first, tokens, closers in packing.answers:
-        slots = hidden[:, first : first + len(tokens) + 1]  # [n, k + 1, D]
-        few = slots.split(max(1, LOGITS_AT_ONCE // slots.shape[1]))  # never all logits at once
-        logps = (model.lm_head(h).float().log_softmax(-1) for h in few)
-        log_pi.append(torch.cat([finished(logp, tokens, closers) for logp in logps]))
-    return log_pi
+        slots = hidden[:, first : first + len(tokens) + 1]  # [n, k + 1, H]
+        chunks = slots.split(max(1, LOGITS_AT_ONCE // slots.shape[1]))
+        logps = (model.lm_head(chunk).float().log_softmax(-1) for chunk in chunks)
+        log_pi.append(torch.cat([log_finished(logp, tokens, closers) for logp in logps]))
+    return torch.stack(log_pi)
 
 
-def finished(logp, tokens, closers):
-    """The sum over all ways to close the box (see answer_logprobs), from the log-probs of all
-    tokens after t_1..t_i, i = 0..k: logp [n, k + 1, vocabulary] -> log pi [n]."""
-    onward = logp[:, range(len(tokens)), tokens]  # log pi(t_i+1 | t_1..t_i), i < k  [n, k]
+def log_finished(logp, tokens, closers):
+    """The sum over all ways to close the box, as in answer_logprobs. logp [n, k + 1, vocabulary]:
+    of every token after t_1..t_i, i = 0..k -> log pi [n]."""
+    onward = logp[:, range(len(tokens)), tokens]  # log pi(t_(i+1) | t_1..t_i), i < k  [n, k]
     so_far = F.pad(onward.cumsum(1), (1, 0))  # log pi(t_1..t_i)  [n, k + 1]
     closing = [logp[:, i, v].logsumexp(1) for i, v in enumerate(closers)]
     return (so_far + torch.stack(closing, 1)).logsumexp(1)
@@ -231,8 +236,9 @@ def reward_rollout(model, tokenizer, rollout, M):
     """Eq. 8 for the N samples of one question -> (R [N], Group). Constants: no gradient flows
     through a reward.
 
-    A sample without an answer earns 0, and its solution is no column: it never says any answer, so
-    pi(a|s) = 0. A distinct answer is scored once and its reward shared by the samples that gave it.
+    By convention a sample without an answer earns 0, and its solution is no column. An empty box
+    says nothing and earns 0 too, unless a* is empty; it keeps its row and column. A distinct answer
+    is scored once, and its reward shared by the samples that gave it.
     """
     a_star, solutions = rollout.problem.reference, rollout.answered
     answers = list(dict.fromkeys(rollout.answers[i] for i in solutions))
@@ -249,7 +255,6 @@ def reward_rollout(model, tokenizer, rollout, M):
     reward = cer(log_W, log_P)  # [U]
     R = torch.zeros(len(rollout.answers))
     for i in solutions:
-        # An empty box says nothing and earns nothing, unless nothing is what a* says.
         if rollout.answers[i] or not a_star:
             R[i] = reward[row[rollout.answers[i]]]
     return R, Group(answers, solutions, log_W, log_P)
@@ -287,12 +292,11 @@ def demonstration():
     show("exact match with a*", torch.eye(4)[0])
     show("rho(a, a*) = posterior . P (Eq. 3)", rho)
     torch.manual_seed(0)
-    for N in 4, 16, 1024:
-        s = torch.multinomial(prior, N, replacement=True)  # N samples, as training draws them:
-        a = torch.multinomial(likelihood[s], 1)[
-            :, 0
-        ]  # each answer comes from a solution of its own
-        R = cer(likelihood[s][:, a].T.log(), likelihood[s, 0].log())  # W [N, N], P [N] -> R [N]
+    for N in 4, 16, 1024:  # N samples, as training draws them: a solution, and an answer after it
+        s = torch.multinomial(prior, N, replacement=True)
+        a = torch.multinomial(likelihood[s], 1).squeeze(1)
+        W, P = likelihood[s][:, a].T, likelihood[s, 0]  # [N, N], [N]
+        R = cer(W.log(), P.log())
         earned = [R[a == u][0] if (a == u).any() else None for u in range(4)]
         show(f"R = D^-1 W P, {N:4} samples  (Eq. 8)", earned)
     print("\nTheorem 2: over the model's own answers both pay the same,")
