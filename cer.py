@@ -260,10 +260,10 @@ def reward_rollout(model, tokenizer, rollout, M):
     return R, Group(answers, solutions, log_W, log_P)
 
 
-# ------------------------------------------------------------------------------- a demonstration
+# ------------------------------------------------------------------------------- a worked example
 
 
-def demonstration():
+def worked_example():
     """CER on three solutions and four answers, small enough to check by hand."""
     answers = ["14", "14 eggs", "18", "9"]
     prior = torch.tensor([0.5, 0.3, 0.2])
@@ -304,4 +304,4 @@ def demonstration():
 
 
 if __name__ == "__main__":
-    demonstration()
+    worked_example()

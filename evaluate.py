@@ -7,13 +7,12 @@ top-k 20.
 """
 
 import json
-import time
 from pathlib import Path
 
 import pandas
 import torch.distributed as dist
 
-from data import HUB, TOY, load_problems, require
+from data import HUB, TOY, load_problems
 from engine import cli, run
 from engine.policy import load
 from engine.sampling import encode_prompt, sample
@@ -87,14 +86,13 @@ def main():
     add("--seed", type=int, default=0, help="of the samples")
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
     args = parser.parse_args()
-    out = Path(args.out or time.strftime("runs/%Y%m%d-%H%M%S-eval"))
-    taken = (out / "results.json").exists()
-    require(not taken, f"{out} holds the results of another evaluation: choose another --out")
     device = run.init_ranks()
+    out = run.new_directory(args.out, "eval")
     datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
     model, tokenizer = load(args.model, device)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "samples.jsonl").write_text("")  # now, and not after hours, it shows if that works
+    if dist.get_rank() == 0:  # now, and not after hours, it shows if that can be written
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "samples.jsonl").touch()
 
     results = {}
     for name, problems in datasets.items():

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 # What train.py uses on this task instead of the paper's settings for 4B models: its sizes and its
 # evaluation, and for its own model a learning rate.
-SIZES = dict(questions=16, samples=8, steps=200, max_new_tokens=32)
+SIZES, STEPS = dict(questions=16, samples=8, max_new_tokens=32), 200
 EVALUATION = dict(eval_dataset="toy-test", eval_runs=4, eval_every=20)
 EVALUATION |= dict(eval_temperature=1.0, eval_top_p=1.0, eval_top_k=0)
 LEARNING_RATE = dict(lr=6e-4, lr_end=0.1)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import toy
 from data import InputError, first_line, load_problems, require
 from engine import cli, run
-from engine.policy import copy_weights, load, load_model, require_memory, shard
+from engine.policy import copy_weights, load, load_model, require_memory, require_positions, shard
 from engine.sampling import encode_prompt, sample
 from evaluate import evaluate
 from rewards import REWARDS, Judge
@@ -73,14 +73,14 @@ def parse_args():
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
 
     flags, given = parser.parse_layers()
+    flags["dataset"] = given.get("dataset", "math7.5k" if "model" in given else "toy")
     if given.get("resume"):
         flags |= saved_flags(given)
-    elif given.get("dataset", "math7.5k" if "model" in given else "toy") == "toy":
-        flags |= dict(dataset="toy", **toy.SIZES, **toy.EVALUATION)
-        flags |= {} if "model" in given else toy.LEARNING_RATE
-        flags |= {"steps": None} if "epochs" in given else {}
+    elif flags["dataset"] == "toy":
+        own_model = {} if "model" in given else toy.LEARNING_RATE
+        by_steps = {} if "epochs" in given else {"steps": toy.STEPS}
+        flags |= toy.SIZES | toy.EVALUATION | own_model | by_steps
     args = argparse.Namespace(**flags | given)
-    args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples
     require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
@@ -89,8 +89,13 @@ def parse_args():
     return args
 
 
+# What a resumed run may not change, or it would be another run.
+IDENTITY = "model dataset reward questions samples m max_prompt_tokens max_new_tokens".split()
+IDENTITY += ["lr", "lr_end", "seed"]
+
+
 def saved_flags(given):
-    """The flags of the run to go on with. Other flags would make it another run."""
+    """The flags of the run to go on with."""
     require("out" in given, "--resume needs --out, the run to go on with")
     path = Path(given["out"]) / "config.json"
     require(path.is_file(), f"--resume: no run in {given['out']} (it would have a config.json)")
@@ -98,9 +103,9 @@ def saved_flags(given):
         saved = dict(json.loads(path.read_text())["flags"])
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{path}: not a run's configuration ({first_line(error)})") from error
-    changed = [name for name, value in given.items() if saved.get(name, value) != value]
+    changed = [name for name in IDENTITY if given.get(name, saved[name]) != saved[name]]
     changed = ", ".join(f"{name} was {saved[name]} and is {given[name]}" for name in changed)
-    require(not changed, f"--resume goes on with the flags of the run, but {changed}")
+    require(not changed, f"--resume goes on with the run as it was, but {changed}")
     return saved
 
 
@@ -112,21 +117,28 @@ def main():
     args = parse_args()
     device = run.init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
-    out = run_directory(args)
+    name = f"{Path(args.dataset).stem}-{args.reward}"
+    out = (
+        Path(args.out)
+        if args.resume
+        else run.new_directory(args.out, name, ["warm-start", "warm-start.partial"])
+    )
     require(args.questions >= world, f"--questions {args.questions}: fewer than {world} ranks")
     problems = load_problems(args.dataset)
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
     model = args.model or toy_model(out, args.seed)
     actor, tokenizer = load(model, device)
     questions = with_prompts(problems, tokenizer, args)
-    longest_row = args.max_prompt_tokens + args.max_new_tokens
+    needs_verifier = args.reward == "general-verifier"
+    verifier = load(args.verifier_model, device, check=False) if needs_verifier else None
+    longest_row = max(len(prompt) for _, prompt in questions) + args.max_new_tokens
+    require_positions(actor, longest_row)
     require_memory(actor, args.microbatch_tokens, longest_row, args.cpu_offload)
     policy = shard(load_model(model, "cpu", torch.float32), args.cpu_offload)
     # fused: the other ways hold a copy of one moment for a step, 4 bytes a parameter
     adam = {"lr": args.lr, "weight_decay": 0.0, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(policy.parameters(), **adam)
-    needs_verifier = args.reward == "general-verifier"
-    verifier = load(args.verifier_model, device, scores=False) if needs_verifier else None
+    run.make_state(optimizer)
     judge = Judge(actor, tokenizer, args.m, verifier)
     rows_of = verifree_rows if args.reward == "verifree" else rloo_rows
 
@@ -169,15 +181,17 @@ def main():
             not_finite = 0 if math.isfinite(grad_norm) else not_finite + 1
 
             # 5. Report.
-            groups = run.gather([run.describe(*g, record) for g, record in zip(groups, records)])
-            line = {"step": step, **run.means(groups), "loss": loss, "grad_norm": grad_norm}
+            described = [run.describe(*group, record) for group, record in zip(groups, records)]
+            line = {"step": step, **run.means(run.gather(described))}
+            line |= {"loss": loss, "grad_norm": grad_norm}
             line |= {"lr": lr, "updates_skipped": int(not_finite > 0), **timing(clock, line, args)}
-            if args.eval_dataset and (step % args.eval_every == 0 or step == last_step):
+            stopping = any(run.gather([stop.requested])) or not_finite == 3
+            evaluates = step == last_step or (step % args.eval_every == 0 and not stopping)
+            if args.eval_dataset and evaluates:
                 line |= evaluation(actor, tokenizer, eval_problems, args)
             if files:
                 files.log(line, bar)
                 files.keep_samples(step, rollouts, rewards, records)
-            stopping = any(run.gather([stop.requested])) or not_finite == 3
             if stopping or step % args.save_every == 0 or step == last_step:
                 run.save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
             bar.update()
@@ -210,24 +224,14 @@ def timing(clock, line, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
-def run_directory(args):
-    """The run's directory, which must be new, or with --resume hold a run. No rank goes on before
-    all have looked, since rank 0 will write."""
-    default = time.strftime(f"runs/%Y%m%d-%H%M%S-{Path(args.dataset).stem}-{args.reward}")
-    out = Path(args.out or run.gather([default])[0])
-    there = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    new = args.resume or not there - {"warm-start"}
-    require(new, f"--out {out} holds another run: choose a new directory (or --resume)")
-    dist.barrier()
-    return out
-
-
 def toy_model(out, seed):
     """The toy's own model in the run's directory, made now unless it is there -> its path."""
     torch.set_num_threads(1)  # so small that threads only wait for each other
     directory = out / "warm-start"
     if dist.get_rank() == 0 and not directory.exists():
-        toy.warm_start(directory, seed)
+        partial = directory.with_suffix(".partial")
+        toy.warm_start(partial, seed)
+        partial.rename(directory)
     dist.barrier()
     return str(directory)
 

@@ -228,7 +228,7 @@ def train_verifier(directory, steps=900):
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     asked = [pair(held_out) for _ in range(500)]
-    verdicts = rewards.ask(policy.load(directory, "cpu", scores=False), [t for t, _ in asked])
+    verdicts = rewards.ask(policy.load(directory, "cpu", check=False), [t for t, _ in asked])
     agree = sum((v == "right") == (n == said) for v, (_, (n, said)) in zip(verdicts, asked))
     print(f"the toy's verifier is right on {agree / 500:.1%} of 500 held-out pairs")
 

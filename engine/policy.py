@@ -35,14 +35,14 @@ STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>"
 # ------------------------------------------------------------------------------------------ loading
 
 
-def load(name_or_dir, device, scores=True):
+def load(name_or_dir, device, check=True):
     """The actor, in bf16 on a GPU and fp32 on a CPU, and its tokenizer -> (model, tokenizer).
-    scores=False: a model that only has to generate, as a verifier does, may be of any layout."""
+    check=False: a model that only has to generate, as a verifier does, may be of any layout."""
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
     on_gpu = torch.device(device).type == "cuda"
     model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
     neutralise_generation(model, tokenizer)
-    if scores:
+    if check:
         check_model(model, tokenizer)
     return model, tokenizer
 
@@ -88,8 +88,9 @@ def check_model(model, tokenizer):
     kind, ids = model.config.model_type, len(tokenizer)
     laid_out = hasattr(model, "lm_head") and hasattr(model.base_model, "layers")
     require(laid_out, f"{kind}: not laid out as Llama, Qwen and most others are; not supported")
-    dropout = getattr(model.config, "attention_dropout", 0)
-    require(not dropout, f"{kind}: attention_dropout must be 0, or training is not on-policy")
+    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    dropout = getattr(model.config, "attention_dropout", 0) or max(dropouts, default=0)
+    require(not dropout, f"{kind}: dropout must be 0, or training is not on-policy")
     rows = model.get_input_embeddings().weight.shape[0]
     require(ids <= rows, f"the tokenizer has {ids} ids, more than the model has embeddings")
     prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
@@ -99,12 +100,20 @@ def check_model(model, tokenizer):
     full_attention = {type(layer) for layer in out.past_key_values.layers} == {DynamicLayer}
     require(full_attention, f"{kind}: only full attention is supported (no sliding window)")
     for logits, scores in zip(out.logits, out.scores):
-        assert torch.equal(logits[:, :ids], scores[:, :ids]), "generate() changes the logits"
+        unchanged = torch.equal(logits[:, :ids], scores[:, :ids])
+        require(unchanged, f"{kind}: generate() changes its logits; not supported")
     hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
     difference = model.lm_head(hidden[:, -1]).float() - out.logits[0]
     # bf16 rounds; a scale or a soft cap shows
     alike = difference.norm() <= 0.1 * out.logits[0].norm()
     require(alike, f"{kind}: its logits are not lm_head(hidden state); not supported")
+
+
+def require_positions(actor, longest_row):
+    """Refuse rows that are longer than the model was made for."""
+    positions = getattr(actor.config, "max_position_embeddings", longest_row)
+    what = f"the longest prompt and --max-new-tokens are {longest_row} tokens"
+    require(longest_row <= positions, f"{what}, and the model knows {positions} positions")
 
 
 def require_memory(actor, microbatch_tokens, longest_row, cpu_offload):
@@ -207,5 +216,5 @@ def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
 @torch.no_grad()
 def copy_weights(policy, actor):
     """policy -> actor, in the actor's precision (rounded before it is gathered: half the bytes)."""
-    for ours, theirs in zip(actor.parameters(), policy.parameters(), strict=True):
-        ours.copy_(theirs.to(ours.dtype).full_tensor())
+    for copy, trained in zip(actor.parameters(), policy.parameters(), strict=True):
+        copy.copy_(trained.to(copy.dtype).full_tensor())

@@ -12,6 +12,8 @@ import os
 import random
 import shutil
 import signal
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
-from data import InputError, first_line, read_rows
+from data import InputError, first_line, read_rows, require
 
 logger = logging.getLogger("train")
 
@@ -70,11 +72,23 @@ def gather(part):
 
 def seed_everything(*key):
     """Random numbers that are a function of the key, such as (seed, step), and of the rank: nothing
-    has to be saved for a resumed run to draw the same."""
+    has to be saved for a resumed run to draw the same. (On a GPU the free memory decides which rows
+    are sampled together, and with it which number falls to which row.)"""
     torch.manual_seed(random.Random(repr((*key, dist.get_rank()))).getrandbits(63))
 
 
 # ---------------------------------------------------------------------------------------------- log
+
+
+def new_directory(out, name, allowed=()):
+    """The directory for a run's files, runs/TIME-NAME by default, the same on all ranks. It must be
+    new, or empty but for what is allowed; nothing is made yet. No rank goes on before all have
+    looked, since rank 0 will write."""
+    out = Path(gather([out or time.strftime(f"runs/%Y%m%d-%H%M%S-{name}")])[0])
+    there = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    require(not there - {*allowed}, f"--out {out} is not empty: choose a new directory")
+    dist.barrier()
+    return out
 
 
 def describe(rollout, R, A, record):
@@ -138,13 +152,14 @@ class RunFiles:
         """The last lines of a run, for its user."""
         lines = read_rows(self.out / "metrics.jsonl")
         for name in "reward", "pass_at_1":
-            if values := [line[name] for line in lines if name in line]:
+            if values := [line[name] for line in lines if line.get(name) is not None]:
                 yield f"  {name:9}  {values[0]:.3f} at first, {values[-1]:.3f} at last"
         seconds = [line["seconds"] for line in lines if "seconds" in line]
         minutes = {part: sum(of[part] for of in seconds) / 60 for part in seconds[0]}
         yield "  minutes    " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items())
         yield f"  model      {self.out / 'checkpoints' / f'step-{last_step}'}"
         yield f"  curves     python plot.py {self.out}"
+        yield f"  samples    open {self.out / 'samples.jsonl'} in docs/explore.html"
 
 
 def sample_record(rollout, R, record):
@@ -190,6 +205,15 @@ def checkpoints(out):
     """-> all checkpoints of a run, (step, directory), oldest first."""
     found = out.glob("checkpoints/step-*")
     return sorted((int(path.name.removeprefix("step-")), path) for path in found)
+
+
+def make_state(optimizer):
+    """Adam makes its moments at its first step; a step without gradient makes them and changes
+    nothing. So they are there to be loaded, and to be saved after steps that were skipped."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def training_state(policy, optimizer):
@@ -248,10 +272,6 @@ def load_checkpoint(out, policy, optimizer):
         logger.info("no checkpoint in %s yet: the run begins again", out)
         return 0
     step, directory = found[-1]
-    for p in policy.parameters():  # a step without gradient changes nothing, and makes Adam's state
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
     try:
         reader = HuggingFaceStorageReader(str(directory / "training"))
         reader.read_metadata()  # a broken file is found here; dcp.load would log it at length

@@ -269,7 +269,7 @@ def test_the_real_chat_template(qwen_tokenizer):
     "config, says",
     [
         (dict(family="mistral", sliding_window=8), "no sliding window"),
-        (dict(attention_dropout=0.1), "attention_dropout must be 0"),
+        (dict(attention_dropout=0.1), "dropout must be 0"),
         (dict(vocab_size=50), "more than the model has embeddings"),
     ],
 )

@@ -47,6 +47,6 @@ def test_every_file_that_is_linked_or_listed_is_there():
         assert f"`{path.name}`" in listed, path
 
 
-def test_the_printed_output_is_that_of_the_demonstration(capsys):
-    importlib.import_module("cer").demonstration()
+def test_the_printed_output_is_that_of_the_worked_example(capsys):
+    importlib.import_module("cer").worked_example()
     assert capsys.readouterr().out.rstrip() in PAGES[0].read_text()

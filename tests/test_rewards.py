@@ -167,7 +167,7 @@ def test_the_verifiers_decision_is_read(output, says):
 
 def test_a_real_model_verifies(toy_model_dir):
     """A Qwen3 that was taught two verdicts, asked greedily in one batch."""
-    model, tokenizer = policy.load(toy_model_dir, "cpu", scores=False)
+    model, tokenizer = policy.load(toy_model_dir, "cpu", check=False)
     asked = [("How many?", "14", "fourteen"), ("{question}", "<eos>", "{answer}")]
     assert rewards.ask((model, tokenizer), []) == []
     optimizer, stop = torch.optim.Adam(model.parameters(), 3e-3), [tokenizer.eos_token_id]

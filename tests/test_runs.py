@@ -1,7 +1,6 @@
 """Runs of days: several ranks, kills, stops, full disks, gradients that are not finite. Each run is
 a process of its own."""
 
-import json
 import os
 import random
 import resource
@@ -67,10 +66,7 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, toy_model_dir):
     shards = [path.name for path in (run / "checkpoints" / "step-2" / "training").iterdir()]
     assert len(shards) >= 2  # each rank wrote its own
     for world, steps in (1, 4), (2, 6):
-        config = json.loads((run / "config.json").read_text())
-        config["flags"]["steps"] = steps
-        (run / "config.json").write_text(json.dumps(config))
-        finish(start_ranks(world, train_in, tmp_path, "--out run --resume"))
+        finish(start_ranks(world, train_in, tmp_path, f"--out run --resume --steps {steps}"))
     assert [line["step"] for line in read_rows(run / "metrics.jsonl")] == [*range(7)]
     finish([start(train_in, tmp_path, f"{flags.replace('--out run', '--out alone')} 6")])
     moved, alone = (
@@ -188,7 +184,8 @@ def test_three_skipped_updates_in_a_row_end_the_run(tmp_path, toy_model_dir):
     assert lines[1]["grad_norm"] is None and lines[3]["grad_norm"] is not None
     last_line = (tmp_path / "log-0").read_text().splitlines()[-1]
     assert "the gradient was not finite in steps 6 to 8" in last_line
-    assert engine_run.checkpoints(tmp_path / "run")[-1][0] == 8  # nothing learned is lost
+    assert engine_run.checkpoints(tmp_path / "run")[-1][0] == 8  # nothing learned is lost,
+    finish([start(train_in, tmp_path, "--out run --resume")])  # and the run can go on from there
 
 
 # ----------------------------------------------------------------------------------------- on a GPU

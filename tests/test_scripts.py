@@ -128,7 +128,7 @@ def stopped_run(script, tmp_path, toy_model_dir):
 def test_resume(script, tmp_path, stopped_run):
     code, _, err = script(train, "--out parts --resume --reward exact --lr 1")
     assert code == 2 and "reward was cer and is exact, lr was 1e-06 and is 1.0" in err
-    code, out, _ = script(train, "--out parts --resume")  # its flags are in config.json
+    code, out, _ = script(train, "--out parts --resume --keep 2")
     assert code == 0 and "step-4" in out
     for name in "metrics.jsonl", "samples.jsonl":
         whole, parts = (read_rows(tmp_path / run / name) for run in ("whole", "parts"))
@@ -175,7 +175,7 @@ def test_evaluation(script, tmp_path, toy_model_dir):
     variance = sum((r - mean) ** 2 for r in right) / 4
     assert summary["stderr"] == pytest.approx((variance / 5) ** 0.5)
     code, _, err = script(evaluate, arguments)
-    assert code == 2 and "holds the results of another evaluation" in err
+    assert code == 2 and "is not empty: choose a new directory" in err
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -199,8 +199,9 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items()}
     "--dataset good.jsonl --lr x": r"argument --lr: invalid float value: 'x'",
     "--dataset good.jsonl --lr nan": r"--lr: expected 1e-12 to inf, got nan",
     "--dataset good.jsonl --out good.jsonl/x": r"good.jsonl/x",
-    "--dataset good.jsonl --out used": r"--out used holds another run",
+    "--dataset good.jsonl --out used": r"--out used is not empty",
     "--dataset good.jsonl --resume": r"--resume needs --out",
+    "--dataset good.jsonl --max-new-tokens 200": r"the model knows 128 positions",
     "--dataset good.jsonl --model empty": r"cannot load the model empty .*expected a directory",
     "--dataset good.jsonl --model Qwen/Qwen9": r"cannot load the model Qwen/Qwen9.*the id of one",
 }
@@ -212,7 +213,8 @@ def test_bad_input_gets_one_clear_line(script, tmp_path, toy_model_dir, argument
     for name, content in (files | {"used/metrics.jsonl": "", "empty/README": ""}).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    model = "" if "--model" in arguments else f"--model {toy_model_dir} "
+    model = "--max-new-tokens 64 "
+    model += "" if "--model" in arguments else f"--model {toy_model_dir} "
     before = sorted(tmp_path.rglob("*"))
     code, out, err = script(train, model + arguments)
     assert code == 2 and out == ""
