@@ -24,7 +24,7 @@ from tqdm import tqdm
 import toy
 from data import InputError, first_line, load_problems, require
 from engine import cli, run
-from engine.policy import copy_weights, load, load_model, require_memory, require_positions, shard
+from engine.policy import copy_weights, load, load_model, require_room, shard
 from engine.sampling import encode_prompt, sample
 from evaluate import evaluate
 from rewards import REWARDS, Judge
@@ -118,11 +118,7 @@ def main():
     device = run.init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
     name = f"{Path(args.dataset).stem}-{args.reward}"
-    out = (
-        Path(args.out)
-        if args.resume
-        else run.new_directory(args.out, name, ["warm-start", "warm-start.partial"])
-    )
+    out = Path(args.out) if args.resume else run.new_directory(args.out, name, WARM_START)
     require(args.questions >= world, f"--questions {args.questions}: fewer than {world} ranks")
     problems = load_problems(args.dataset)
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
@@ -132,8 +128,7 @@ def main():
     needs_verifier = args.reward == "general-verifier"
     verifier = load(args.verifier_model, device, check=False) if needs_verifier else None
     longest_row = max(len(prompt) for _, prompt in questions) + args.max_new_tokens
-    require_positions(actor, longest_row)
-    require_memory(actor, args.microbatch_tokens, longest_row, args.cpu_offload)
+    require_room(actor, args.microbatch_tokens, longest_row, args.cpu_offload)
     policy = shard(load_model(model, "cpu", torch.float32), args.cpu_offload)
     # fused: the other ways hold a copy of one moment for a step, 4 bytes a parameter
     adam = {"lr": args.lr, "weight_decay": 0.0, "fused": torch.cuda.is_available()}
@@ -183,8 +178,8 @@ def main():
             # 5. Report.
             described = [run.describe(*group, record) for group, record in zip(groups, records)]
             line = {"step": step, **run.means(run.gather(described))}
-            line |= {"loss": loss, "grad_norm": grad_norm}
-            line |= {"lr": lr, "updates_skipped": int(not_finite > 0), **timing(clock, line, args)}
+            line |= {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+            line |= {"updates_skipped": int(not_finite > 0), **timing(clock, line, args)}
             stopping = any(run.gather([stop.requested])) or not_finite == 3
             evaluates = step == last_step or (step % args.eval_every == 0 and not stopping)
             if args.eval_dataset and evaluates:
@@ -224,12 +219,14 @@ def timing(clock, line, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
+WARM_START = "warm-start", "warm-start.partial"  # what toy_model makes in a run's directory
+
+
 def toy_model(out, seed):
     """The toy's own model in the run's directory, made now unless it is there -> its path."""
     torch.set_num_threads(1)  # so small that threads only wait for each other
-    directory = out / "warm-start"
+    directory, partial = (out / name for name in WARM_START)
     if dist.get_rank() == 0 and not directory.exists():
-        partial = directory.with_suffix(".partial")
         toy.warm_start(partial, seed)
         partial.rename(directory)
     dist.barrier()

@@ -109,44 +109,38 @@ def check_model(model, tokenizer):
     require(alike, f"{kind}: its logits are not lm_head(hidden state); not supported")
 
 
-def require_positions(actor, longest_row):
-    """Refuse rows that are longer than the model was made for."""
-    positions = getattr(actor.config, "max_position_embeddings", longest_row)
+def require_room(actor, microbatch_tokens, longest_row, cpu_offload):
+    """Refuse rows longer than the model's positions, and a run that cannot fit in memory, before
+    the policy is loaded beside the actor."""
     what = f"the longest prompt and --max-new-tokens are {longest_row} tokens"
+    positions = getattr(actor.config, "max_position_embeddings", longest_row)
     require(longest_row <= positions, f"{what}, and the model knows {positions} positions")
-
-
-def require_memory(actor, microbatch_tokens, longest_row, cpu_offload):
-    """Refuse a run that cannot fit before the policy is loaded beside the actor: an estimate, from
-    the shapes alone."""
-    layers, config, world = actor.base_model.layers, actor.config, dist.get_world_size()
-    parameters, in_layers = (sum(p.numel() for p in m.parameters()) for m in (actor, layers))
-    tokens, cuda = max(microbatch_tokens, longest_row), torch.cuda.is_available()
-
-    def needed(ranks, tokens, cpu_offload):
-        """Bytes, the actor apart."""
-        # fp32 weights, gradients, Adam's two moments. Offloaded: gradients until the step's end.
-        policy = 4 * parameters if cpu_offload and cuda else 16 * parameters / ranks
-        # FSDP's root group, the embeddings: gathered, their gradient, and its sum over the ranks.
-        root = (8 + 4 / ranks) * (parameters - in_layers)
-        # Each layer's input is kept, and all of one layer.
-        one_layer = 2 * (8 * config.hidden_size + 4 * config.intermediate_size)
-        activations = tokens * (len(layers) * config.hidden_size + one_layer)
-        logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
-        return policy + root + actor.dtype.itemsize * activations + logits
-
-    available, bytes_needed = free_memory(), needed(world, tokens, cpu_offload)
-    if bytes_needed <= available:
-        return
-    ways = {f"--microbatch-tokens {longest_row}": (world, longest_row, cpu_offload)}
-    ways |= {f"torchrun on {k} GPUs": (k, tokens, cpu_offload) for k in range(world + 1, 65)}
-    ways |= {"--cpu-offload": (world, tokens, True)}
-    helps = (way for way, how in ways.items() if cuda and needed(*how) <= available)
-    raise InputError(
-        f"training {parameters / 1e9:.1f}B parameters at world size {world} with {tokens} tokens "
-        f"in a micro-batch needs about {bytes_needed / 1e9:.0f} GB beside the actor, and "
-        f"{available / 1e9:.0f} GB are free: use {next(helps, 'a smaller model')}"
+    tokens, free = max(microbatch_tokens, longest_row), free_memory()
+    needed = memory_needed(actor, tokens, cpu_offload)
+    smaller = memory_needed(actor, longest_row, cpu_offload) <= free
+    help = "more GPUs (torchrun), --cpu-offload or a smaller model"
+    require(
+        needed <= free,
+        f"training at world size {dist.get_world_size()} with {tokens} tokens in a micro-batch "
+        f"needs about {needed / 1e9:.0f} GB beside the actor, and {free / 1e9:.0f} GB are free: "
+        f"use {f'--microbatch-tokens {longest_row}' if smaller else help}",
     )
+
+
+def memory_needed(actor, tokens, cpu_offload):
+    """Bytes that the policy takes on each rank with so many tokens in a micro-batch: an estimate,
+    from the shapes alone."""
+    config, layers, ranks = actor.config, actor.base_model.layers, dist.get_world_size()
+    parameters, in_layers = (sum(p.numel() for p in m.parameters()) for m in (actor, layers))
+    # fp32 weights, gradients, Adam's two moments. Offloaded: gradients until the step's end.
+    offloaded = cpu_offload and torch.cuda.is_available()
+    state = 4 * parameters if offloaded else 16 * parameters / ranks
+    # FSDP's root group, the embeddings: gathered, their gradient, and its sum over the ranks.
+    root = (8 + 4 / ranks) * (parameters - in_layers)
+    # Each layer's input is kept, and all of one layer; and the logits of a chunk.
+    one_layer = 2 * (8 * config.hidden_size + 4 * config.intermediate_size)
+    kept = actor.dtype.itemsize * (len(layers) * config.hidden_size + one_layer)
+    return state + root + kept * tokens + 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
 
 
 def free_memory():

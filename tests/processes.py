@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 
 import data
 import train
 from engine import cli, policy, run
-from rloo import update
+from rloo import Row, update
 
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = f"{HERE}:{HERE.parent}"  # for the server
@@ -72,6 +73,24 @@ def two_updates(model_dir, rows, budget, lr, path):
     if dist.get_rank() == 0:
         torch.save({"done": done, "weights": weights}, path)
     dist.barrier()
+    dist.destroy_process_group()
+
+
+def peak_of_an_update(model_dir, path):
+    """The estimate of what the policy needs on a GPU, and the peak of two updates; the actor is on
+    the meta device and takes nothing."""
+    device, rows = run.init_ranks(), [Row([9] * 1024, [0.0] + [1e-3] * 1023)] * 16
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(model_dir, dtype=torch.bfloat16)
+        actor = transformers.AutoModelForCausalLM.from_config(config)
+        actor.tie_weights()
+    model = policy.shard(policy.load_model(model_dir, "cpu", torch.float32)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        update(model, optimizer, rows, 1e-6, 4096)
+    peak = torch.cuda.max_memory_allocated()
+    torch.save((policy.memory_needed(actor, 4096, False), peak), path)
     dist.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from conftest import HAS_CUDA, on_devices, tiny_model
-from processes import HERE, finish, start, start_ranks, train_in, two_updates
+from processes import HERE, finish, peak_of_an_update, start, start_ranks, train_in, two_updates
 from test_rloo import example_rows
 from transformers import AutoModelForCausalLM
 
@@ -201,3 +201,14 @@ def test_cuda_trains_the_toy_in_mixed_precision(tmp_path, toy_model_dir, offload
     before = AutoModelForCausalLM.from_pretrained(toy_model_dir).state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step-3").state_dict()
     assert all((after[name].float() - before[name]).abs().max() < 0.1 for name in before)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+def test_cuda_memory_stays_within_a_tenth_of_the_estimate(tmp_path):
+    """The estimate of require_room against the peak of an update on the smallest Qwen3's shape."""
+    shape = dict(hidden_size=1024, num_hidden_layers=28, intermediate_size=3072, head_dim=128)
+    shape |= dict(num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=4096)
+    tiny_model(151_936, **shape, initializer_range=0.02).save_pretrained(tmp_path / "model")
+    finish([start(peak_of_an_update, tmp_path / "model", tmp_path / "peak", device="cuda")])
+    estimate, peak = torch.load(tmp_path / "peak")
+    assert 0.9 < peak / estimate < 1.1
