@@ -88,7 +88,7 @@ def resident(name):
 
 def commit():
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def where():
