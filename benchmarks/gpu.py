@@ -24,7 +24,7 @@ from engine.sampling import generate
 from engine.tokens import pad, vocabulary
 from rloo import Row, update
 
-LENGTHS = {"tiny": 32, "small": 256}  # what the others call 1,000 tokens is this long
+LENGTHS = {"tiny": 12, "small": 256}  # what the others call 1,000 tokens is this long
 
 
 def main():
@@ -139,8 +139,9 @@ def updating(model, tokenizer, length, repeats, rows=16):
     matrices -= 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     flops = 3 * rows * (2 * matrices * tokens + 2 * heads * tokens**2)
-    square = torch.randn(4096, 4096, device=model.device, dtype=model.dtype)
-    rate = 10 * 2 * 4096**3 / measure(lambda: [square @ square for _ in range(10)], repeats)[1]
+    size = 8192 if model.device.type == "cuda" else 1024
+    square = torch.randn(size, size, device=model.device, dtype=model.dtype)
+    rate = 10 * 2 * size**3 / measure(lambda: [square @ square for _ in range(10)], repeats)[1]
     yield {
         "rows": rows,
         "tokens": tokens,
