@@ -208,12 +208,14 @@ def checkpoints(out):
 
 
 def make_state(optimizer):
-    """Adam makes its moments at its first step; a step without gradient makes them and changes
-    nothing. So they are there to be loaded, and to be saved after steps that were skipped."""
+    """Adam makes its moments at its first step; a step without gradient, not counted, makes them
+    and changes nothing. So they are there to be loaded, and saved also after skipped updates."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()
 
 
 def training_state(policy, optimizer):
