@@ -1,6 +1,7 @@
 """The command line: how the scripts take flags, show progress, and say what is wrong."""
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -79,9 +80,9 @@ def progress(name, iterable=None, total=None, unit="question"):
 
 
 def run_script(main):
-    """Run a script's main(): what the user gave wrong, or a file or a GPU that cannot take more,
-    becomes one line on stderr and exit code 2, without a traceback; Ctrl-C ends it without one
-    too."""
+    """Run a script's main(): what the user gave wrong, a file that cannot be written, a disk or a
+    GPU that is full become one line on stderr and exit code 2, without a traceback; Ctrl-C ends it
+    without one too."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not a line for every retry
     try:
@@ -89,6 +90,9 @@ def run_script(main):
     except KeyboardInterrupt:
         sys.exit(130)
     except (InputError, OSError) as error:
+        is_file = getattr(error, "filename", None) or getattr(error, "errno", None) == errno.ENOSPC
+        if isinstance(error, OSError) and not is_file:
+            raise
         message = str(error)
     except torch.OutOfMemoryError as error:
         message = f"{error} (--microbatch-tokens, --cpu-offload or more GPUs would help)"
