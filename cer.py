@@ -20,7 +20,7 @@ and the expectation of pi(a*|s,q) under it is that row times P. It converges as 
 A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
 is paid like it; a wrong answer mostly comes from others, and is paid little. In expectation over
 the model's answers the reward equals that of exact match (Theorem 2): CER pays no more, it takes
-from the literal hit and gives to its paraphrases.
+from the literal hit and gives to its paraphrases (and a little to wrong answers).
 
 The first half of this file is the mathematics, pure functions of tensors; `python cer.py` shows it
 on a question small enough to check by hand. The second half fills W and P from a model. There,
@@ -66,10 +66,10 @@ def choose_solutions(U, answer_of_solution, M):
     """Which M solutions each of U distinct answers is averaged over -> bool [U, solutions].
 
     Eq. 8 leaves this open. For each answer the solutions that produced it come first, then others
-    at random: so M = 1 judges an answer by P of a solution that really led to it, and Theorem 2
-    holds, as it does with all solutions. In between the mean reward shifts a little, up or down. If
-    all answers shared the same M solutions, M = 1 would give them all the same reward, and every
-    advantage would be 0.
+    at random: so M = 1 judges an answer by P of a solution that really led to it, whose mean is
+    pi(a*|q) as Theorem 2 wants, and as with all solutions. In between the mean reward shifts a
+    little, up or down. If all answers shared the same M solutions, M = 1 would give them all the
+    same reward, and every advantage would be 0.
     """
     own = torch.arange(U)[:, None] == torch.tensor(answer_of_solution)  # [U, solutions]
     order = own + torch.rand(own.shape)  # own solutions lie over 1, the others under
@@ -83,7 +83,8 @@ def choose_solutions(U, answer_of_solution, M):
 def answer_logprobs(model, tokenizer, contexts, answers):
     r"""log pi("{answer}" | context) -> fp32 [len(answers), len(contexts)], on the model's device.
 
-    contexts: token ids of question and solution, up to just before the brace of `\boxed{`.
+    contexts: token ids of question and solution, up to just before the brace of `\boxed{` (a
+    tokenizer that joins the two is refused, engine/tokens.py).
 
     What is scored is a *finished* answer, "{14}" with its closing brace. Without the brace "1"
     would collect the probability of "14", "15" and "10/3"; the sum over answers could pass 1 and
@@ -118,7 +119,7 @@ def answer_logprobs(model, tokenizer, contexts, answers):
             packings.append(Packing())
         packings[-1].add(tokens, vocab)
 
-    # Tokens in one pass; more would be padding, and memory.
+    # Tokens in one pass; larger batches would mostly add padding and memory.
     at_once = 16384 if model.device.type == "cuda" else 4096
     by_length = sorted(range(len(contexts)), key=lambda j: len(contexts[j]))
     most_slots = max(len(packing.slots) for packing in packings)
@@ -128,8 +129,8 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     return scores
 
 
-SLOTS_AT_ONCE = 1024  # the most slots of a packing, but for a longer single answer
-LOGITS_AT_ONCE = 1024  # the most tokens whose logits are held, but for a longer single answer
+SLOTS_AT_ONCE = 1024  # the most slots of a packing, except when one answer is longer
+LOGITS_AT_ONCE = 1024  # the most tokens whose logits are held, except likewise
 
 
 class Packing:
@@ -284,13 +285,17 @@ def worked_example():
     print('q = "3 bags of 4 eggs and 2 more eggs. How many eggs?"    a* = 14\n')
     print(f"{'solution s':34}", *(f"{s:>8}" for s in ("s_1", "s_2", "s_3")))
     show("prior      pi(s|q)", prior)
-    show("P          pi(a*|s,q)", likelihood[:, 0])
+    for u, answer in enumerate(answers):
+        show(f"likelihood pi({answer}|s,q)" + "  = P" * (u == 0), likelihood[:, u])
     for answer, posterior in zip(answers, (joint / p_answer).T):
-        show(f"posterior  pi(s|a,q), a = {answer}", posterior)
+        show(f"posterior  pi(s|{answer},q)", posterior)
+    p, P = (joint / p_answer)[:, 1].tolist(), likelihood[:, 0].tolist()
+    product = " + ".join(f"{a:.3f} * {b:.2f}" for a, b in zip(p, P))
+    print(f"rho(14 eggs, 14) = posterior . P = {product} = {rho[1]:.3f}")
     print(f"\n{'answer a':34}", *(f"{answer:>8}" for answer in answers))
     show("pi(a|q)", p_answer)
     show("exact match with a*", torch.eye(4)[0])
-    show("rho(a, a*) = posterior . P (Eq. 3)", rho)
+    show("CER, rho(a, a*)            (Eq. 3)", rho)
     torch.manual_seed(0)
     for N in 4, 16, 1024:  # N samples, as training draws them: a solution, and an answer after it
         s = torch.multinomial(prior, N, replacement=True)
@@ -298,7 +303,7 @@ def worked_example():
         W, P = likelihood[s][:, a].T, likelihood[s, 0]  # [N, N], [N]
         R = cer(W.log(), P.log())
         earned = [R[a == u][0] if (a == u).any() else None for u in range(4)]
-        show(f"R = D^-1 W P, {N:4} samples  (Eq. 8)", earned)
+        show(f"R = D^-1 W P, {N:4} samples  (Eq. 8)", earned)  # "-": nobody gave that answer
     print("\nTheorem 2: over the model's own answers both pay the same,")
     print(f"    mean exact match {p_answer[0]:.6f}    mean CER {p_answer @ rho:.6f}")
 

@@ -61,8 +61,11 @@ def main():
     jobs = [(name, seed) for seed in seeds for name in only if (name, seed) not in done]
     if args.model:
         make(RUNS / "real-model", lambda to: warm_start(args.model, to))
-    elif any(name == "general-verifier" for name, _ in jobs):
-        make(RUNS / "verifier", train_verifier)
+    else:  # one warm start for all rewards of a seed
+        for seed in {seed for _, seed in jobs}:
+            make(RUNS / f"warm-start-{seed}", lambda to: toy.warm_start(to, seed))  # noqa: B023
+        if any(name == "general-verifier" for name, _ in jobs):
+            make(RUNS / "verifier", train_verifier)
 
     def one(job):
         name, seed = job
@@ -70,9 +73,8 @@ def main():
         command = f"--seed {seed} --steps {steps} --out {out} {configurations[name]}"
         if args.model:
             command += f" --model {RUNS / 'real-model'} {RECIPE}"
-        else:  # one warm start for all rewards of a seed
-            warm = make(RUNS / f"warm-start-{seed}", lambda to: toy.warm_start(to, seed))
-            shutil.copytree(warm, out / "warm-start", dirs_exist_ok=True)
+        else:
+            shutil.copytree(RUNS / f"warm-start-{seed}", out / "warm-start", dirs_exist_ok=True)
             command += f" --verifier-model {RUNS / 'verifier'}"
         train(command, out, steps, threads=1 if args.jobs > 1 or not args.model else None)
         return result(name, seed, out, steps)
@@ -91,12 +93,11 @@ def main():
 
 
 def make(directory, maker):
-    """A directory made once, and whole -> the directory."""
+    """A directory made once, and whole."""
     if not directory.exists():
         partial = directory.with_name(directory.name + "-partial")
         maker(partial)
         partial.rename(directory)
-    return directory
 
 
 def warm_start(model, directory, steps=60):
