@@ -66,10 +66,10 @@ def choose_solutions(U, answer_of_solution, M):
     """Which M solutions each of U distinct answers is averaged over -> bool [U, solutions].
 
     Eq. 8 leaves this open. For each answer the solutions that produced it come first, then others
-    at random: so M = 1 judges an answer by P of a solution that really led to it, whose mean is
-    pi(a*|q) as Theorem 2 wants, and as with all solutions. In between the mean reward shifts a
-    little, up or down. If all answers shared the same M solutions, M = 1 would give them all the
-    same reward, and every advantage would be 0.
+    at random. So M = 1 judges an answer by P of a solution that really led to it. If all answers
+    shared the same M solutions, M = 1 would give them all the same reward, and every advantage
+    would be 0. With M = 1 and with all solutions the mean reward is pi(a*|q), as Theorem 2 wants;
+    in between it shifts a little, up or down, since the columns are no plain samples then.
     """
     own = torch.arange(U)[:, None] == torch.tensor(answer_of_solution)  # [U, solutions]
     order = own + torch.rand(own.shape)  # own solutions lie over 1, the others under
@@ -304,6 +304,9 @@ def worked_example():
         R = cer(W.log(), P.log())
         earned = [R[a == u][0] if (a == u).any() else None for u in range(4)]
         show(f"R = D^-1 W P, {N:4} samples  (Eq. 8)", earned)  # "-": nobody gave that answer
+        if N == 4:
+            pairs = (f"(s_{i + 1}, {answers[j]})" for i, j in zip(s.tolist(), a.tolist()))
+            print(f"{'':4}the 4 samples (s, a):", *pairs)
     print("\nTheorem 2: over the model's own answers both pay the same,")
     print(f"    mean exact match {p_answer[0]:.6f}    mean CER {p_answer @ rho:.6f}")
 
