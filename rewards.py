@@ -100,6 +100,7 @@ REWARDS = {
 
 # --------------------------------------------------------------------------------- General-verifier
 
+VERIFIER_TOKENS = 1024  # that it may think
 # Word for word what TIGER-Lab/general-verifier was trained on; it is not a chat.
 VERIFIER_PROMPT = """\
 User: ### Question: {question}
@@ -122,7 +123,7 @@ def ask(verifier, triples):
     model, tokenizer = verifier
     texts = [VERIFIER_PROMPT.format(question=q, reference=r, answer=a) for q, r, a in triples]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
-    outputs, _ = generate(model, prompts, 1024, name="verifier", temperature=0)
+    outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
     return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
 
 

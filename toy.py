@@ -183,12 +183,15 @@ def supervise(model, tokenizer, demonstrate, steps, batch=64, lr=8e-3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
     options = dict(total_steps=steps, pct_start=0.05, cycle_momentum=False)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, **options)
+
+    def encode(texts):
+        return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+
     bar = tqdm(range(steps), desc="warm start", unit="step")
     for step in bar:
+        prompts, completions = zip(*(demonstrate() for _ in range(batch)))
         ids, labels = [], []
-        for prompt, completion in (demonstrate() for _ in range(batch)):
-            prompt = tokenizer.encode(prompt, add_special_tokens=False)
-            target = tokenizer.encode(completion, add_special_tokens=False)
+        for prompt, target in zip(encode(prompts), encode(completions)):
             target.append(tokenizer.eos_token_id)
             ids.append(torch.tensor(prompt + target))
             labels.append(torch.tensor([-100] * len(prompt) + target))  # the prompt is not learned

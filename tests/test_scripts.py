@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
+import rewards
 import train
 from data import read_rows
 from engine import cli, run
@@ -42,7 +43,8 @@ FAST += " --eval-limit 8 --eval-runs 2 --eval-every 2"
 
 
 @pytest.mark.parametrize("reward", REWARDS)
-def test_two_steps_of_training(script, tmp_path, toy_model_dir, reward):
+def test_two_steps_of_training(script, tmp_path, monkeypatch, toy_model_dir, reward):
+    monkeypatch.setattr(rewards, "VERIFIER_TOKENS", 32)
     arguments = f"--model {toy_model_dir} --reward {reward} --out run {FAST}"
     arguments += f" --verifier-model {toy_model_dir}"
     code, out, err = script(train, arguments)
