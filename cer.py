@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.policy import LOGITS_AT_ONCE
 from engine.tokens import batches, pad, vocabulary
 
 # ---------------------------------------------------------------------------------- the mathematics
@@ -130,7 +131,6 @@ def answer_logprobs(model, tokenizer, contexts, answers):
 
 
 SLOTS_AT_ONCE = 1024  # the most slots of a packing, except when one answer is longer
-LOGITS_AT_ONCE = 1024  # the most tokens whose logits are held, except likewise
 
 
 class Packing:

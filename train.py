@@ -103,8 +103,8 @@ def saved_flags(given):
         saved = dict(json.loads(path.read_text())["flags"])
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{path}: not a run's configuration ({first_line(error)})") from error
-    changed = [name for name in IDENTITY if given.get(name, saved[name]) != saved[name]]
-    changed = ", ".join(f"{name} was {saved[name]} and is {given[name]}" for name in changed)
+    changed = [name for name in IDENTITY if name in given and given[name] != saved.get(name)]
+    changed = ", ".join(f"{name} was {saved.get(name)} and is {given[name]}" for name in changed)
     require(not changed, f"--resume goes on with the run as it was, but {changed}")
     return saved
 

@@ -13,12 +13,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from measure import SHAPES, measure, prompts_that_end, random_model, where
 from transformers import Qwen3Config
 
 import toy
-from cer import answer_logprobs
+from cer import answer_logprobs, log_finished
 from engine import cli, policy, run
 from engine.sampling import generate
 from engine.tokens import pad, vocabulary
@@ -84,10 +83,9 @@ def full_passes(model, tokenizer, contexts, answers):
         ids = pad([context + path for context in contexts]).to(model.device)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         logp = model.lm_head(hidden[:, -len(path) - 1 :]).float().log_softmax(-1)
-        onward = logp[:, range(len(path)), path]
-        missing = [vocab.join(path[i:]) + b"}" for i in range(len(path) + 1)]
-        closing = [logp[:, i, vocab.beginning_with(m)].logsumexp(1) for i, m in enumerate(missing)]
-        scores.append((F.pad(onward.cumsum(1), (1, 0)) + torch.stack(closing, 1)).logsumexp(1))
+        rest = [vocab.join(path[i:]) + b"}" for i in range(len(path) + 1)]
+        closers = [vocab.beginning_with(missing) for missing in rest]
+        scores.append(log_finished(logp, path, closers))
     return torch.stack(scores)
 
 

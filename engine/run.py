@@ -77,6 +77,20 @@ def seed_everything(*key):
     torch.manual_seed(random.Random(repr((*key, dist.get_rank()))).getrandbits(63))
 
 
+class StopRequest:
+    """SIGTERM or Ctrl-C: finish the step, save, and end well. A second one ends the run at once."""
+
+    def __init__(self):
+        self.requested = False
+        for which in signal.SIGTERM, signal.SIGINT:
+            signal.signal(which, self.request)
+
+    def request(self, which, frame):
+        self.requested = True
+        signal.signal(which, signal.SIG_DFL)
+        logger.info("%s: stops after this step", signal.Signals(which).name)
+
+
 # ---------------------------------------------------------------------------------------------- log
 
 
@@ -185,20 +199,6 @@ def write_whole(path, text):
 
 
 # -------------------------------------------------------------------------------------- checkpoints
-
-
-class StopRequest:
-    """SIGTERM or Ctrl-C: finish the step, save, and end well. A second one ends the run at once."""
-
-    def __init__(self):
-        self.requested = False
-        for which in signal.SIGTERM, signal.SIGINT:
-            signal.signal(which, self.request)
-
-    def request(self, which, frame):
-        self.requested = True
-        signal.signal(which, signal.SIG_DFL)
-        logger.info("%s: stops after this step", signal.Signals(which).name)
 
 
 def checkpoints(out):

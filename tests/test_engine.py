@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from conftest import on_devices, tiny_model
+from measure import prompts_that_end
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -188,22 +189,15 @@ def test_finished_rows_cost_nothing(loaded, monkeypatch):
     times the mean): at least 1.5 times less than with one call that ends when the last row does."""
     rng, decoded = random.Random(0), []
     lengths = [min(64, max(1, round(rng.lognormvariate(2.53, 0.7)))) for _ in range(64)]
-    stops = loaded.generation_config.eos_token_id
+    with prompts_that_end(lengths) as prompts, monkeypatch.context() as inner:
 
-    class Ends(sampling.EntropyProbe):  # the first token of a prompt says where its row ends
-        def __call__(self, ids, logits):
-            decoded.append(len(ids))
-            first = (ids > 0).int().argmax(1)  # rows are padded on the left
-            number = ids[torch.arange(len(ids)), first] - 5
-            ends = torch.tensor(lengths)[number] == ids.shape[1] - first
-            logits = super().__call__(ids, logits)
-            logits[:, [0, *stops]] = -torch.inf
-            logits[ends] = -torch.inf
-            logits[:, stops[0]] = torch.where(ends, 0.0, -torch.inf)
-            return logits
+        class Counts(sampling.EntropyProbe):
+            def __call__(self, ids, logits):
+                decoded.append(len(ids))
+                return super().__call__(ids, logits)
 
-    monkeypatch.setattr(sampling, "EntropyProbe", Ends)
-    rows, _ = generate(loaded, [[5 + row] for row in range(64)], 64, piece=8, temperature=0)
+        inner.setattr(sampling, "EntropyProbe", Counts)
+        rows, _ = generate(loaded, prompts, 64, piece=8, temperature=0)
     assert [len(row) for row in rows] == lengths
     assert 1.5 * sum(decoded) < 64 * max(lengths)
 
