@@ -119,45 +119,53 @@ def shorten(text, most):
 
 # --------------------------------------------------------------------------------------- the curves
 
-PANELS = {
-    "reward": "mean reward",
-    "pass_at_1": "pass@1, held out",
-    "exact_match": "exact match with the reference",
-    "zero_advantage_groups": "share of groups that teach nothing",
-}
+PANELS = [  # (what metrics.jsonl calls it, drawn over, title)
+    ("reward", "step", "mean reward"),
+    ("pass_at_1", "step", "pass@1, held out"),
+    ("pass_at_1", "minutes", "pass@1, by time"),
+    ("exact_match", "step", "exact match with the reference"),
+    ("zero_advantage_groups", "step", "share of groups that teach nothing"),
+    ("entropy", "step", "entropy, nats a token"),
+]
 
 
 def draw_curves(runs, out, window=10):
-    """Four panels. Runs whose flags differ in the seed alone are drawn as their mean and range;
-    what is logged at every step is the mean of the last `window` steps."""
-    flags = [read_flags(run) for run in runs]
+    """Six panels. Runs whose flags differ in the seed alone are drawn as their mean and range; what
+    is logged at every step is the mean of the last `window` steps."""
     groups = {}
-    for run, name in zip(runs, names_of(flags)):
-        lines = pandas.DataFrame(read_rows(run / "metrics.jsonl")).set_index("step")
-        groups.setdefault(name, []).append(lines)
-    figure, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharex=True)
-    for (key, title), axis in zip(PANELS.items(), axes.flat):
+    for run, name in zip(runs, names_of([read_flags(run) for run in runs])):
+        groups.setdefault(name, []).append(read_metrics(run))
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6))
+    for (key, over, title), axis in zip(PANELS, axes.flat):
         smooth = 1 if key == "pass_at_1" else window
         for number, (name, members) in enumerate(groups.items()):
-            curves = [run[key].dropna() for run in members if key in run]
+            curves = [lines[key].dropna() for lines in members if key in lines]
             curves = [curve.rolling(smooth, min_periods=1).mean() for curve in curves]
             if not curves:
                 continue
             seeds = pandas.concat(curves, axis=1, join="inner")
+            minutes = pandas.concat([lines.minutes for lines in members], axis=1).mean(axis=1)
+            x = minutes[seeds.index] if over == "minutes" else seeds.index
             colour = COLOURS[number % len(COLOURS)]
             dashes = "-" if number < len(COLOURS) else "--"
-            axis.plot(seeds.index, seeds.mean(axis=1), dashes, label=name, color=colour)
+            axis.plot(x, seeds.mean(axis=1), dashes, label=name, color=colour)
             low, high = seeds.min(axis=1), seeds.max(axis=1)
-            axis.fill_between(seeds.index, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         note = f" (mean of {window} steps)" if smooth > 1 else ""
         axis.set_title(title + note, fontsize=10, loc="left")
         axis.set_ylim(bottom=0)
-    for axis in axes[1]:
-        axis.set_xlabel("step")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
+        axis.set_xlabel(over)
+    handles, labels = axes[0, 1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=min(len(labels), 7), frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     save(figure, out)
+
+
+def read_metrics(run):
+    """metrics.jsonl as a table by step, with the minutes of training until then."""
+    lines = pandas.DataFrame(read_rows(run / "metrics.jsonl")).set_index("step")
+    parts = lines.seconds.map(lambda parts: sum(parts.values()), na_action="ignore")
+    return lines.assign(minutes=parts.fillna(0).cumsum() / 60)
 
 
 def read_flags(run):

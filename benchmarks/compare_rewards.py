@@ -34,7 +34,7 @@ TOY = {name: f"--reward {name}" for name in rewards.REWARDS}
 TOY |= {f"cer, M = {M}": f"--questions 8 --samples 16 --m {M}" for M in (1, 2, 4, 8, 16)}
 REAL = {name: f"--reward {name}" for name in ("cer", "exact", "rule")}
 # Of a real model; the toy has its own. The same warm start for every seed.
-RECIPE = "--dataset toy --questions 8 --samples 8 --lr 5e-6 --max-new-tokens 40 --eval-limit 50"
+RECIPE = "--dataset toy --questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --eval-limit 50"
 RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1 --microbatch-tokens 4096"
 
 
@@ -89,7 +89,7 @@ def main():
     print(text)
     if args.model:
         runs = sorted(out for out in RUNS.glob(f"{stem}-*") if run.checkpoints(out))
-        draw(runs, path.with_suffix(".png"))
+        plot.draw_curves(runs, path.with_suffix(".png"))
 
 
 def make(directory, maker):
@@ -171,31 +171,6 @@ def table(lines):
     note = f"Seeds {sorted(set(lines.seed))}, commit {', '.join(sorted(set(lines.commit)))}: "
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return f"{table}\n\n{note}mean (lowest to highest).\n"
-
-
-def draw(runs, out):
-    """pass@1 by steps and by minutes, and the share of groups that teach nothing."""
-    figure, axes = plot.plt.subplots(1, 3, figsize=(11, 3.4))
-    colours = dict(zip(REAL, plot.COLOURS))
-    for path in runs:
-        flags = plot.read_flags(path)
-        lines = pandas.DataFrame(read_rows(path / "metrics.jsonl")).set_index("step")
-        seconds = lines.seconds.map(lambda s: sum(s.values()) if isinstance(s, dict) else 0)
-        scores, minutes = lines.pass_at_1.dropna(), seconds.cumsum() / 60
-        equal = lines.zero_advantage_groups.rolling(10, min_periods=1).mean()
-        dashes = "-:"[flags["seed"] % 2]
-        style = dict(color=colours[flags["reward"]], linestyle=dashes)
-        name = f"{flags['reward']}, seed {flags['seed']}"
-        axes[0].plot(scores.index, scores, label=name, **style)
-        axes[1].plot(minutes[scores.index], scores, **style)
-        axes[2].plot(equal.index, equal, **style)
-    titles = "pass@1, by steps", "pass@1, by minutes", "groups that teach nothing (mean of 10)"
-    for axis, title in zip(axes, titles):
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_ylim(bottom=0)
-    axes[0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    plot.save(figure, out)
 
 
 # --------------------------------------------------------------------------- a verifier for the toy

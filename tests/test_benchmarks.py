@@ -4,6 +4,7 @@ import json
 
 import compare_rewards
 import gpu
+import judge
 import pandas
 import pytest
 from test_scripts import script  # noqa: F401  a fixture
@@ -42,5 +43,40 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real
         code, out, err = script(compare_rewards, flags)
         assert code == 0, err
     lines = pandas.read_csv(tmp_path / "table.csv")
-    assert lines.name.tolist() == ["cer"] and lines.lr.tolist() == [[6e-4, 5e-6][real]]
+    assert lines.name.tolist() == ["cer"] and lines.lr.tolist() == [[6e-4, 1e-5][real]]
     assert (tmp_path / "table.png").exists() == real
+
+
+def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, toy_model_dir):  # noqa: F811
+    """Two seeds of twenty questions; started again, nothing is sampled again."""
+    monkeypatch.setattr(judge, "ROOT", tmp_path)
+    flags = f"--model {toy_model_dir} --name toy --questions 20 --samples 4 --out {tmp_path}/j.csv"
+    for seed in 0, 1, 1:
+        code, out, err = script(judge, f"{flags} --seed {seed}")
+        assert code == 0, err
+    assert "| `cer, M = 4` |" in out and (tmp_path / "j.png").exists()
+    lines = (
+        pandas.read_csv(tmp_path / "j.csv")
+        .set_index(["seed", "statistic", "of"])["mean"]
+        .sort_index()
+    )
+    assert not lines.index.duplicated().any()
+    groups = pandas.read_json(tmp_path / "runs/judge/toy-1/samples.jsonl", lines=True)
+    assert len(groups) == 20
+    paid = groups.R.map(sum).sum() / 80
+    assert lines[1, "mean reward", "cer, M = 4"] == pytest.approx(paid, abs=1e-4)
+    assert lines[1, "share of answers"].sum() == pytest.approx(1, abs=0.05)
+
+
+def test_statistics_of_one_question_by_hand():
+    """Two right samples and two wrong ones; the rule ties one pair of each."""
+    group = dict(kind="toy", reference="14", answers=["14", "14 eggs", "18", None])
+    group |= dict(correct=[True, True, False, False], verdicts=["right", "right", "wrong", None])
+    group |= dict(solutions=[0, 1, 2], distinct_answers=["14", "14 eggs", "18"], P=[0.5, 0.2, 0.3])
+    group |= dict(W=[[0.5, 0.2, 0.3], [0.4, 0.3, 0.1], [0.1, 0.1, 0.8]])
+    found = judge.statistics(group)
+    assert found["AUC", "exact"] == 0.75 and found["AUC", "rule"] == 1.0
+    assert found["AUC", "verifree"] == 0.75  # of .5 and .2 against .3 and 0
+    assert found["mean reward", "cer, M = 1"] == pytest.approx((0.5 + 0.2 + 0.3) / 4)
+    assert found["P after right work", "{n}"] == pytest.approx(0.35)
+    assert found["share of answers", "{n} {unit}"] == 0.25

@@ -36,6 +36,7 @@ def run(tmp_path):
                 "reward": 0.1 + seed,
                 "exact_match": 0.1,
                 "zero_advantage_groups": 0,
+                "seconds": {"sample": 60 + 60 * seed, "reward": 0, "update": 60},
             }
             lines.append(line | ({"pass_at_1": 0.4} if step % 10 == 0 else {}))
         (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -72,10 +73,11 @@ def test_learning_curves_join_the_seeds(script, run, monkeypatch):  # noqa: F811
     figures = drawn(monkeypatch)
     code, out, err = script(plot, "a b c --out curves.png")
     assert code == 0 and (run / "curves.png").stat().st_size < 200_000, err
-    reward, pass_at_1, _, _ = figures[0].axes
+    reward, pass_at_1, by_time, *_ = figures[0].axes
     assert [text.get_text() for text in figures[0].legends[0].texts] == ["cer", "exact"]
     assert reward.lines[0].get_ydata()[-1] == pytest.approx(0.6)  # the mean of .1 and 1.1
     assert list(pass_at_1.lines[0].get_xdata()) == [0, 10, 20]
+    assert list(by_time.lines[0].get_xdata()) == [0, 25, 50]  # 2 and 3 minutes a step
 
 
 @pytest.mark.parametrize(
