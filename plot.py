@@ -124,7 +124,7 @@ PANELS = [  # (what metrics.jsonl calls it, drawn over, title)
     ("pass_at_1", "step", "pass@1, held out"),
     ("pass_at_1", "minutes", "pass@1, by time"),
     ("exact_match", "step", "exact match with the reference"),
-    ("zero_advantage_groups", "step", "share of groups that teach nothing"),
+    ("zero_advantage_groups", "step", "groups that teach nothing"),
     ("entropy", "step", "entropy, nats a token"),
 ]
 
@@ -151,10 +151,9 @@ def draw_curves(runs, out, window=10):
             axis.plot(x, seeds.mean(axis=1), dashes, label=name, color=colour)
             low, high = seeds.min(axis=1), seeds.max(axis=1)
             axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-        note = f" (mean of {window} steps)" if smooth > 1 else ""
-        axis.set_title(title + note, fontsize=10, loc="left")
+        axis.set_title(title, fontsize=10, loc="left")
         axis.set_ylim(bottom=0)
-        axis.set_xlabel(over)
+        axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
     handles, labels = axes[0, 1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=min(len(labels), 7), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
