@@ -3,8 +3,9 @@
     python benchmarks/judge.py --model DIR --name "SmolLM2, warm start" --seed 0
 
 Within a question that has both: the AUC (how often a right sample is paid more than a wrong one;
-ties count half) and the correlation of the reward with being right. Of the toy also, by the form of
-an answer: how often it is given, and pi(a*|s) after right work where a* has that form. All are
+ties count half) and the correlation of the reward with being right. Of the toy also: the AUC
+against wrong work alone, and against slips alone (wrong answers after right work); and by the form
+of an answer, how often it is given, and pi(a*|s) after right work where a* has that form. All are
 means over questions, with 95% intervals by a bootstrap over questions.
 
 Every model and seed adds its lines to the CSV; table and figure show them all. The samples stay in
@@ -50,6 +51,7 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_groups(args, device, directory / "samples.jsonl")
 
+    run.seed_everything(args.seed, "which M solutions")
     lines = summary([statistics(group) for group in read_rows(directory / "samples.jsonl")])
     require("AUC" in set(lines.statistic), "no question has both right and wrong samples")
     lines = lines.assign(model=args.name, seed=args.seed, commit=commit())
@@ -116,22 +118,40 @@ def statistics(group):
         for other in "exact", "verifree":  # Theorem 2: differences of 0
             found[f"mean reward - {other}", name] = (R - rewards[other]).mean().item()
         if right.any() and not right.all():
-            found["AUC", name] = auc(R, right)
-            found["AUC - verifree", name] = auc(R, right) - auc(rewards["verifree"], right)
+            found["AUC", name] = auc(R[right], R[~right])
+            verifree = auc(rewards["verifree"][right], rewards["verifree"][~right])
+            found["AUC - verifree", name] = found["AUC", name] - verifree
             both = torch.stack([R, right.float()])
             found["correlation", name] = torch.corrcoef(both)[0, 1].nan_to_num(0.0).item()
-    if group["kind"] == "toy":
-        forms = [form_of(answer) for answer in group["answers"]]
-        after_right = [p for p, j in zip(group["P"], group["solutions"]) if right[j]]
-        for form in toy.FORMS:
-            found["share of answers", form] = forms.count(form) / len(forms)
-        if after_right:
-            found["P after right work", form_of(group["reference"])] = numpy.mean(after_right)
+    found["right", "samples"] = right.float().mean().item()
+    return found | (toy_statistics(group, rewards, right) if group["kind"] == "toy" else {})
+
+
+def toy_statistics(group, rewards, right):
+    """Where the working shows: wrong work, and slips, which are wrong answers after right work. And
+    where the answers have forms."""
+    found, forms = {}, [form_of(answer) for answer in group["answers"]]
+    first, _, second, _ = WORK[group["question"]]
+    planned = torch.tensor([first in text and second in text for text in group["texts"]])
+    for name, R in rewards.items():
+        for kind, wrong in ("wrong work", ~right & ~planned), ("slips", ~right & planned):
+            if right.any() and wrong.any():
+                found[f"AUC, {kind}", name] = auc(R[right], R[wrong])
+    if not right.all():
+        found["slips among the wrong", "samples"] = planned[~right].float().mean().item()
+    for form in toy.FORMS:
+        found["share of answers", form] = forms.count(form) / len(forms)
+    after_right = [p for p, j in zip(group["P"], group["solutions"]) if planned[j]]
+    if after_right:
+        found["P after right work", form_of(group["reference"])] = numpy.mean(after_right)
     return found
 
 
-def auc(R, right):
-    difference = R[right][:, None] - R[~right]
+WORK = {story.question(): story.work(story.method) for story in itertools.chain(*toy.stories())}
+
+
+def auc(right, wrong):
+    difference = right[:, None] - wrong
     return ((difference > 0) + 0.5 * (difference == 0)).mean().item()
 
 
@@ -175,33 +195,35 @@ def table(lines):
 
 
 def draw(lines, out):
-    """A column for each model. Above AUC by M, below the forms. Seeds: solid, dotted."""
+    """A column for each model, means of its seeds: above AUC by M, below the forms."""
     models = list(dict.fromkeys(lines.model))
-    figure, axes = plot.plt.subplots(2, len(models), figsize=(4 * len(models), 6.5), squeeze=False)
+    size = dict(figsize=(3.6 * len(models), 6.5), squeeze=False, sharex="row", sharey="row")
+    figure, axes = plot.plt.subplots(2, len(models), **size)
     for (above, below), model in zip(axes.T, models):
-        mine = lines[lines.model == model].set_index("statistic")
-        for shift, style, (seed, by_seed) in zip((0, 0.15), "-:", mine.loc["AUC"].groupby("seed")):
-            is_cer = by_seed.of.str.startswith("cer")
-            by_M = by_seed[is_cer]
-            error = [by_M["mean"] - by_M.low, by_M.high - by_M["mean"]]
-            x = numpy.arange(len(by_M))
-            options = dict(color=plot.COLOURS[0], label=f"cer, seed {seed}", capsize=2)
-            above.errorbar(x + shift, by_M["mean"], error, fmt="o" + style, **options)
-            above.set_xticks(x, by_M.of.str.removeprefix("cer, M = "))
-            for colour, (_, line) in zip(plot.COLOURS[1:], by_seed[~is_cer].iterrows()):
-                label = line.of if style == "-" else None
-                above.axhline(line["mean"], color=colour, linestyle=style, label=label)
-        above.set(title=model, ylim=(0.4, 1.01), xlabel="M", ylabel="AUC within a question")
+        mine = lines[lines.model == model].groupby(["statistic", "of"], sort=False)
+        mine = mine[["mean", "low", "high"]].mean()
+        named = mine.index.unique("statistic")
+        for style, name in zip("- -- :".split(), ("AUC", "AUC, wrong work", "AUC, slips")):
+            by_M = mine.loc[name].filter(like="cer", axis=0) if name in named else []
+            if len(by_M):
+                error = [by_M["mean"] - by_M.low, by_M.high - by_M["mean"]]
+                options = dict(color=plot.COLOURS[0], label=name.replace("AUC", "cer"), capsize=2)
+                above.errorbar(range(len(by_M)), by_M["mean"], error, fmt="o" + style, **options)
+                above.set_xticks(range(len(by_M)), by_M.index.str.removeprefix("cer, M = "))
+        for colour, reward in zip(plot.COLOURS[1:], ("verifree", "rule", "exact")):
+            above.axhline(mine.loc[("AUC", reward), "mean"], color=colour, label=reward)
+        above.set(ylim=(0.38, 1.02), xlabel="M")
+        above.set_title(model, fontsize=10)
         for shift, name in (-0.2, "share of answers"), (0.2, "P after right work"):
-            if name in mine.index:
-                bars = mine.loc[name].groupby("of")["mean"].mean().reindex(toy.FORMS)
-                y = numpy.arange(len(bars))
+            if name in named:
+                bars, y = mine.loc[name, "mean"].reindex(toy.FORMS), numpy.arange(len(toy.FORMS))
                 below.barh(y + shift, bars, height=0.4, label=name)
-                below.set_yticks(y, bars.index)
-        below.set(xlim=(0, 1), xlabel="mean of the seeds")
-    for axis in axes[:, 0]:
-        axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+                below.set_yticks(y, toy.FORMS)
+    axes[0, 0].set_ylabel("AUC within a question")
+    for height, axis in (1, axes[0, 0]), (0.49, axes[1, 0]):
+        labelled = axis.get_legend_handles_labels()
+        figure.legend(*labelled, loc="upper center", bbox_to_anchor=(0.5, height), ncol=6)
+    figure.tight_layout(h_pad=3, rect=(0, 0, 1, 0.96))
     plot.save(figure, out)
 
 

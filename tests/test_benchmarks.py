@@ -69,8 +69,11 @@ def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, t
 
 
 def test_statistics_of_one_question_by_hand():
-    """Two right samples and two wrong ones; the rule ties one pair of each."""
-    group = dict(kind="toy", reference="14", answers=["14", "14 eggs", "18", None])
+    """Two right samples, a slip after right work, and one without an answer."""
+    question = "Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"
+    group = dict(kind="toy", question=question, reference="14")
+    group |= dict(answers=["14", "14 eggs", "18", None])
+    group |= dict(texts=["3*4=12; 12+2=14", "3*4=12; 12+2", "3*4=12; 12+2=14", "3+4=7; 7+2=9"])
     group |= dict(correct=[True, True, False, False], verdicts=["right", "right", "wrong", None])
     group |= dict(solutions=[0, 1, 2], distinct_answers=["14", "14 eggs", "18"], P=[0.5, 0.2, 0.3])
     group |= dict(W=[[0.5, 0.2, 0.3], [0.4, 0.3, 0.1], [0.1, 0.1, 0.8]])
@@ -78,5 +81,7 @@ def test_statistics_of_one_question_by_hand():
     assert found["AUC", "exact"] == 0.75 and found["AUC", "rule"] == 1.0
     assert found["AUC", "verifree"] == 0.75  # of .5 and .2 against .3 and 0
     assert found["mean reward", "cer, M = 1"] == pytest.approx((0.5 + 0.2 + 0.3) / 4)
-    assert found["P after right work", "{n}"] == pytest.approx(0.35)
+    assert found["P after right work", "{n}"] == pytest.approx(1 / 3)
+    assert found["slips among the wrong", "samples"] == 0.5
+    assert found["AUC, slips", "verifree"] == 0.5 and found["AUC, wrong work", "verifree"] == 1.0
     assert found["share of answers", "{n} {unit}"] == 0.25
