@@ -154,8 +154,8 @@ def draw_curves(runs, out, window=10):
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_ylim(bottom=0)
         axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
-    handles, labels = axes[0, 1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncol=min(len(labels), 7), frameon=False)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=7, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     save(figure, out)
 
@@ -163,8 +163,9 @@ def draw_curves(runs, out, window=10):
 def read_metrics(run):
     """metrics.jsonl as a table by step, with the minutes of training until then."""
     lines = pandas.DataFrame(read_rows(run / "metrics.jsonl")).set_index("step")
-    parts = lines.seconds.map(lambda parts: sum(parts.values()), na_action="ignore")
-    return lines.assign(minutes=parts.fillna(0).cumsum() / 60)
+    parts = lines.reindex(columns=["seconds"]).seconds  # none after the first evaluation
+    seconds = parts.map(lambda parts: sum(parts.values()), na_action="ignore").fillna(0)
+    return lines.assign(minutes=seconds.cumsum() / 60)
 
 
 def read_flags(run):

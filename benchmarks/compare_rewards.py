@@ -46,7 +46,7 @@ def main():
     add("--steps", type=count, help="(default: 200; of a real model 40)")
     add("--jobs", type=count, default=1, help="runs at a time; several take one CPU core each")
     add("--only", nargs="+", help="only these rewards")
-    add("--out", type=Path, help="the CSV (default: in benchmarks/results)")
+    add("--out", type=Path, help="the CSV, one for each model (default: in benchmarks/results)")
     args = parser.parse_args()
     configurations, stem = (REAL, "real_model") if args.model else (TOY, "compare_rewards")
     only, steps = args.only or list(configurations), args.steps or (40 if args.model else 200)
@@ -57,10 +57,11 @@ def main():
     run.init_ranks()
 
     seeds = args.seeds or ([0, 1] if args.model else [0, 1, 2])
-    done = {(line["name"], line["seed"]) for line in read(path)}
-    jobs = [(name, seed) for seed in seeds for name in only if (name, seed) not in done]
+    done = {(line["name"], line["seed"], line["steps"]) for line in read(path)}
+    jobs = [(name, seed) for seed in seeds for name in only if (name, seed, steps) not in done]
+    prefix = Path(args.model).name if args.model else stem
     if args.model:
-        make(RUNS / "real-model", lambda to: warm_start(args.model, to))
+        make(RUNS / f"{prefix}-warm-start", lambda to: warm_start(args.model, to))
     else:  # one warm start for all rewards of a seed
         for seed in {seed for _, seed in jobs}:
             make(RUNS / f"warm-start-{seed}", lambda to: toy.warm_start(to, seed))  # noqa: B023
@@ -69,10 +70,10 @@ def main():
 
     def one(job):
         name, seed = job
-        out = RUNS / f"{stem}-{name.replace(', M = ', '-m')}-{seed}"
+        out = RUNS / f"{prefix}-{name.replace(', M = ', '-m')}-{seed}"
         command = f"--seed {seed} --steps {steps} --out {out} {configurations[name]}"
         if args.model:
-            command += f" --model {RUNS / 'real-model'} {RECIPE}"
+            command += f" --model {RUNS / f'{prefix}-warm-start'} {RECIPE}"
         else:
             shutil.copytree(RUNS / f"warm-start-{seed}", out / "warm-start", dirs_exist_ok=True)
             command += f" --verifier-model {RUNS / 'verifier'}"
@@ -88,7 +89,7 @@ def main():
     path.with_suffix(".md").write_text(text)
     print(text)
     if args.model:
-        runs = sorted(out for out in RUNS.glob(f"{stem}-*") if run.checkpoints(out))
+        runs = sorted(out for out in RUNS.glob(f"{prefix}-*") if run.checkpoints(out))
         plot.draw_curves(runs, path.with_suffix(".png"))
 
 
@@ -159,6 +160,7 @@ def table(lines):
     """Mean over the seeds, and their spread (lowest to highest)."""
     names = ["pass@1 start", "pass@1 middle", "pass@1 end", "mean reward at the end"]
     names += ["entropy at the end", "zero-advantage groups"]
+    names = [name for name in names if name in lines]  # an older CSV has no entropy
     head = ["reward", *names, "sample / reward / update seconds"]
     rows = [head, ["---"] * len(head)]
     for name, seeds in lines.groupby("name", sort=False):

@@ -54,10 +54,12 @@ def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, t
     for seed in 0, 1, 1:
         code, out, err = script(judge, f"{flags} --seed {seed}")
         assert code == 0, err
+    code, _, err = script(judge, flags.replace("--samples 4", "--samples 5"))
+    assert code == 2 and "holds samples taken with other flags" in err
     assert "| `cer, M = 4` |" in out and (tmp_path / "j.png").exists()
     lines = (
         pandas.read_csv(tmp_path / "j.csv")
-        .set_index(["seed", "statistic", "of"])["mean"]
+        .set_index(["seed", "statistic", "which"])["mean"]
         .sort_index()
     )
     assert not lines.index.duplicated().any()
@@ -78,6 +80,9 @@ def test_statistics_of_one_question_by_hand():
     group |= dict(solutions=[0, 1, 2], distinct_answers=["14", "14 eggs", "18"], P=[0.5, 0.2, 0.3])
     group |= dict(W=[[0.5, 0.2, 0.3], [0.4, 0.3, 0.1], [0.1, 0.1, 0.8]])
     found = judge.statistics(group)
+    boxes = dict(answers=["", "14 eggs", "18", None], distinct_answers=["", "14 eggs", "18"])
+    empty = judge.rewards_of(group | boxes)
+    assert empty["cer, M = 4"][0] == 0 and empty["verifree"][0] == 0.5  # an empty box earns no CER
     assert found["AUC", "exact"] == 0.75 and found["AUC", "rule"] == 1.0
     assert found["AUC", "verifree"] == 0.75  # of .5 and .2 against .3 and 0
     assert found["mean reward", "cer, M = 1"] == pytest.approx((0.5 + 0.2 + 0.3) / 4)
