@@ -130,7 +130,7 @@ def statistics(group):
     rewards, right, values = rewards_of(group), torch.tensor(group["correct"]), {}
     for name, R in rewards.items():
         values["mean reward", name] = R.mean().item()
-        for other in {"exact", "verifree"} - {name}:
+        for other in "exact", "verifree":
             values[f"mean reward - {other}", name] = (R - rewards[other]).mean().item()
         if right.any() and not right.all():
             values["AUC", name] = auc(R[right], R[~right])
@@ -195,16 +195,16 @@ def summary(by_question, repeats=2000):
 
 
 def table(lines):
-    """For each model and seed the rewards, then the forms; in brackets the most questions that a
-    row of the column has."""
+    """For each model and seed: the samples, the rewards, the forms. In brackets the most questions
+    that a row of the column has."""
     text = ""
     for (model, seed), chosen in lines.groupby(["model", "seed"], sort=False):
         text += f"### {model}, seed {seed} (commit {chosen.commit.iloc[0]})\n\n"
-        is_form = chosen.which.isin(toy.FORMS)
-        for part in chosen[~is_form], chosen[is_form]:
+        is_form, is_all = chosen.which.isin(toy.FORMS), chosen.which == "samples"
+        for part in chosen[is_all], chosen[~is_form & ~is_all], chosen[is_form]:
             cells = part.apply(lambda x: f"{x['mean']:.3f} ({x.low:.3f} to {x.high:.3f})", axis=1)
             cells = part.assign(cell=cells).pivot(index="which", columns="statistic", values="cell")
-            cells = cells.reindex(part.which.unique(), columns=part.statistic.unique()).fillna("")
+            cells = cells.reindex(part.which.unique()).fillna("")
             asked = part.groupby("statistic").questions.max()
             rows = [["", *(f"{name} [{asked[name]}]" for name in cells)]]
             rows += [["---"] * len(rows[0])]
