@@ -43,13 +43,13 @@ def main():
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", help="a real model, Hugging Face id or directory (default: the toy's)")
     add("--seeds", type=int, nargs="+", help="(default: 0 1 2; of a real model 0 1)")
-    add("--steps", type=count, help="(default: 200; of a real model 40)")
+    add("--steps", type=count, help="(default: 200; of a real model 30)")
     add("--jobs", type=count, default=1, help="runs at a time; several take one CPU core each")
     add("--only", nargs="+", help="only these rewards")
     add("--out", type=Path, help="the CSV, one for each model (default: in benchmarks/results)")
     args = parser.parse_args()
     configurations, stem = (REAL, "real_model") if args.model else (TOY, "compare_rewards")
-    only, steps = args.only or list(configurations), args.steps or (40 if args.model else 200)
+    only, steps = args.only or list(configurations), args.steps or (30 if args.model else 200)
     unknown = set(only) - set(configurations)
     require(not unknown, f"--only takes {', '.join(configurations)}")
     path = args.out or ROOT / "benchmarks" / "results" / f"{stem}.csv"
@@ -132,7 +132,7 @@ def result(name, seed, out, steps):
     """A run's line of the CSV."""
     flags = json.loads((out / "config.json").read_text())["flags"]
     lines = pandas.DataFrame(read_rows(out / "metrics.jsonl")).set_index("step")
-    scores, taken = lines.pass_at_1, lines[lines.reward.notna()]
+    scores, taken = lines.pass_at_1.dropna(), lines[lines.reward.notna()]
     seconds = pandas.DataFrame(taken.seconds.tolist()).sum()
     at_end = taken[-steps // 4 :]
     return {
@@ -140,7 +140,7 @@ def result(name, seed, out, steps):
         "seed": seed,
         **{flag: flags[flag] for flag in ("questions", "samples", "lr", "steps")},
         "pass@1 start": round(scores[0], 4),
-        "pass@1 middle": round(scores.get(steps // 2, float("nan")), 4),
+        "pass@1 middle": round(scores.iloc[len(scores) // 2], 4),
         "pass@1 end": round(scores[steps], 4),
         "mean reward": round(taken.reward.mean(), 4),
         "mean reward at the end": round(at_end.reward.mean(), 4),
