@@ -156,6 +156,12 @@ def toy_statistics(group, rewards, right):
                 values[f"AUC, {kind}", name] = auc(R[right], R[wrong])
     if not right.all():
         values["slips among the wrong", "samples"] = slips[~right].float().mean().item()
+    for kind, some in ("right answers", right), ("slips", slips):
+        if some.any():  # their rows of D^-1 W, on the solutions with right work
+            rows = [group["distinct_answers"].index(group["answers"][i]) for i in some.nonzero()]
+            posterior = torch.tensor(group["W"])[rows].log().softmax(1)
+            mass = (posterior @ right_work[group["solutions"]].float()).mean().item()
+            values[f"posterior on right work, {kind}", "samples"] = mass
     for form in toy.FORMS:
         values["share of answers", form] = forms.count(form) / len(forms)
     after_right = [p for p, j in zip(group["P"], group["solutions"]) if right_work[j]]

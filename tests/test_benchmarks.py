@@ -88,5 +88,6 @@ def test_statistics_of_one_question_by_hand():
     assert found["mean reward", "cer, M = 1"] == pytest.approx((0.5 + 0.2 + 0.3) / 4)
     assert found["P after right work", "{n}"] == pytest.approx(1 / 3)
     assert found["slips among the wrong", "samples"] == 0.5
+    assert found["posterior on right work, slips", "samples"] == pytest.approx(1)  # all are planned
     assert found["AUC, slips", "verifree"] == 0.5 and found["AUC, wrong work", "verifree"] == 1.0
     assert found["share of answers", "{n} {unit}"] == 0.25
