@@ -80,6 +80,13 @@ def test_learning_curves_join_the_seeds(script, run, monkeypatch):  # noqa: F811
     assert list(by_time.lines[0].get_xdata()) == [0, 25, 50]  # 2 and 3 minutes a step
 
 
+@pytest.mark.parametrize("line", [{"step": 0, "pass_at_1": 0.3}, {"step": 1, "reward": 0.1}])
+def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):  # noqa: F811
+    (run / "a" / "metrics.jsonl").write_text(json.dumps(line))
+    code, _, err = script(plot, "a")
+    assert code == 0 and (run / "a" / "curves.svg").exists(), err
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
