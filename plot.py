@@ -144,8 +144,9 @@ def draw_curves(runs, out, window=10):
             if not curves:
                 continue
             seeds = pandas.concat(curves, axis=1, join="inner")
-            minutes = pandas.concat([lines.minutes for lines in members], axis=1).mean(axis=1)
-            x = minutes[seeds.index] if over == "minutes" else seeds.index
+            x = seeds.index
+            if over == "minutes":
+                x = pandas.concat([lines.minutes for lines in members], axis=1).mean(axis=1)[x]
             colour = COLOURS[number % len(COLOURS)]
             dashes = "-" if number < len(COLOURS) else "--"
             axis.plot(x, seeds.mean(axis=1), dashes, label=name, color=colour)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas
 import torch
-from measure import ROOT, commit
+from measure import ROOT, commit, markdown
 from tqdm import tqdm
 
 import plot
@@ -162,7 +162,7 @@ def table(lines):
     names += ["entropy at the end", "zero-advantage groups"]
     names = [name for name in names if name in lines]  # an older CSV has no entropy
     head = ["reward", *names, "sample / reward / update seconds"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for name, seeds in lines.groupby("name", sort=False):
         cells = [f"`{name}`"]
         for column in names:
@@ -171,8 +171,7 @@ def table(lines):
         parts = [seeds[f"{part} seconds"].mean() for part in ("sample", "reward", "update")]
         rows.append([*cells, " / ".join(f"{s:.0f}" for s in parts)])
     note = f"Seeds {sorted(set(lines.seed))}, commit {', '.join(sorted(set(lines.commit)))}: "
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"{table}\n\n{note}mean (lowest to highest).\n"
+    return f"{markdown(head, rows)}\n\n{note}mean (lowest to highest).\n"
 
 
 # --------------------------------------------------------------------------- a verifier for the toy

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy
 import pandas
 import torch
-from measure import ROOT, commit
+from measure import ROOT, commit, markdown
 from tqdm import tqdm
 
 import plot
@@ -106,7 +106,7 @@ SAMPLING = "model dataset samples max_new_tokens seed".split()  # the flags that
 def rewards_of(group):
     """-> {reward: R [N]}, all of the same samples; CER with M < N solutions from the same W."""
     answers, a_star, solutions = group["answers"], group["reference"], group["solutions"]
-    W, P = torch.tensor(group["W"]), torch.tensor(group["P"])
+    log_W, P = torch.tensor(group["W"]).log(), torch.tensor(group["P"])
     row = {answer: u for u, answer in enumerate(group["distinct_answers"])}
     answer_of_solution = [row[answers[j]] for j in solutions]
     R = {"exact": torch.tensor([float(answer == a_star) for answer in answers])}
@@ -117,7 +117,7 @@ def rewards_of(group):
         R[f"cer, M = {M}"] = torch.zeros(len(answers))
         if solutions:
             chosen = choose_solutions(len(row), answer_of_solution, min(M, len(solutions)))
-            by_answer = cer(W.log().masked_fill(~chosen, -torch.inf), P.log())
+            by_answer = cer(log_W.masked_fill(~chosen, -torch.inf), P.log())
             R[f"cer, M = {M}"][solutions] = by_answer[answer_of_solution]
             R[f"cer, M = {M}"][empty] = 0.0
     return R
@@ -134,10 +134,10 @@ def statistics(group):
             values[f"mean reward - {other}", name] = (R - rewards[other]).mean().item()
         if right.any() and not right.all():
             values["AUC", name] = auc(R[right], R[~right])
-            verifree = auc(rewards["verifree"][right], rewards["verifree"][~right])
-            values["AUC - verifree", name] = values["AUC", name] - verifree
             both = torch.stack([R, right.float()])
             values["correlation", name] = torch.corrcoef(both)[0, 1].nan_to_num(0.0).item()
+    for name in rewards if ("AUC", "verifree") in values else ():
+        values["AUC - verifree", name] = values["AUC", name] - values["AUC", "verifree"]
     values["right", "samples"] = right.float().mean().item()
     return values | (toy_statistics(group, rewards, right) if group["kind"] == "toy" else {})
 
@@ -212,10 +212,9 @@ def table(lines):
             cells = part.assign(cell=cells).pivot(index="which", columns="statistic", values="cell")
             cells = cells.reindex(part.which.unique()).fillna("")
             asked = part.groupby("statistic").questions.max()
-            rows = [["", *(f"{name} [{asked[name]}]" for name in cells)]]
-            rows += [["---"] * len(rows[0])]
-            rows += [[f"`{which}`", *row] for which, row in zip(cells.index, cells.to_numpy())]
-            text += "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n"
+            head = ["", *(f"{name} [{asked[name]}]" for name in cells)]
+            rows = [[f"`{which}`", *row] for which, row in zip(cells.index, cells.to_numpy())]
+            text += markdown(head, rows) + "\n\n"
     return text
 
 

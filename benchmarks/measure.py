@@ -86,6 +86,11 @@ def resident(name):
     return int(status.split(f"{name}:")[1].split()[0]) / 2**20
 
 
+def markdown(head, rows):
+    """A table of text cells."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
 def commit():
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
     return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
