@@ -28,7 +28,7 @@ samples that gave the same answer share a row, so W has U <= N rows, and a colum
 that gave any answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -227,38 +227,43 @@ def log_finished(logp, tokens, closers):
 class Group:
     """What the rewards of one question come from: the matrices that the paper's Fig. 2 draws."""
 
-    answers: list[str]  # U distinct answers, the rows of W
-    solutions: list[int]  # the samples whose solutions are the columns of W
+    reference: str  # a*
+    answers: list[str | None]  # N; None: no closed box
+    distinct_answers: list[str]  # U, the rows of W
+    solutions: list[int]  # the samples whose solutions are the columns of W: those with an answer
     log_W: torch.Tensor  # [U, solutions]; -inf: not among the M solutions of this answer
     log_P: torch.Tensor  # [solutions]
 
 
-def reward_rollout(model, tokenizer, rollout, M):
-    """Eq. 8 for the N samples of one question -> (R [N], Group). Constants: no gradient flows
-    through a reward.
-
-    By convention a sample without an answer earns 0, and its solution is no column. An empty box
-    says nothing and earns 0 too, unless a* is empty; it keeps its row and column. A distinct answer
-    is scored once, and its reward shared by the samples that gave it.
-    """
+def score_rollout(model, tokenizer, rollout):
+    """W and P of one question, of all its solutions -> Group. A distinct answer is scored once, and
+    a* is one more row to score, unless some sample gave just that answer."""
     a_star, solutions = rollout.problem.reference, rollout.answered
-    answers = list(dict.fromkeys(rollout.answers[i] for i in solutions))
-    row = {answer: u for u, answer in enumerate(answers)}
-    # a* is one more row to score, unless some sample gave just that answer.
-    to_score = answers if a_star in row else [*answers, a_star]
+    distinct = list(dict.fromkeys(rollout.answers[i] for i in solutions))
+    to_score = distinct if a_star in distinct else [*distinct, a_star]
     contexts = [rollout.context(j) for j in solutions]
     log_pi = answer_logprobs(model, tokenizer, contexts, to_score).cpu()
-    log_W, log_P = log_pi[: len(answers)], log_pi[to_score.index(a_star)]
-    if M < len(solutions):
-        chosen = choose_solutions(len(answers), [row[rollout.answers[j]] for j in solutions], M)
-        log_W = log_W.masked_fill(~chosen, -torch.inf)
+    log_W, log_P = log_pi[: len(distinct)], log_pi[to_score.index(a_star)]
+    return Group(a_star, rollout.answers, distinct, solutions, log_W, log_P)
 
-    reward = cer(log_W, log_P)  # [U]
-    R = torch.zeros(len(rollout.answers))
-    for i in solutions:
-        if rollout.answers[i] or not a_star:
-            R[i] = reward[row[rollout.answers[i]]]
-    return R, Group(answers, solutions, log_W, log_P)
+
+def reward_group(group, M):
+    """Eq. 8 for the N samples of a question, each answer averaged over M of the solutions
+    -> (R [N], the group with the other solutions left out). Constants: no gradient flows through a
+    reward.
+
+    By convention a sample without an answer earns 0. An empty box says nothing and earns 0 too,
+    unless a* is empty; it keeps its row and its column.
+    """
+    answer_of_solution = [group.distinct_answers.index(group.answers[j]) for j in group.solutions]
+    if M < len(group.solutions):
+        chosen = choose_solutions(len(group.distinct_answers), answer_of_solution, M)
+        group = replace(group, log_W=group.log_W.masked_fill(~chosen, -torch.inf))
+    R = torch.zeros(len(group.answers))
+    R[group.solutions] = cer(group.log_W, group.log_P)[answer_of_solution]
+    if group.reference:
+        R[torch.tensor([answer == "" for answer in group.answers])] = 0.0
+    return R, group
 
 
 # ------------------------------------------------------------------------------- a worked example

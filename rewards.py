@@ -15,7 +15,7 @@ from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
 import toy
-from cer import answer_logprobs, reward_rollout
+from cer import answer_logprobs, reward_group, score_rollout
 from engine.sampling import generate
 
 
@@ -33,9 +33,10 @@ class Judge:
 def conditional_expectation(rollouts, judge):
     """Conditional Expectation Reward, R = D^-1 W P (Eq. 8)."""
     for rollout in rollouts:
-        R, group = reward_rollout(judge.model, judge.tokenizer, rollout, judge.M)
-        W, P = group.log_W.exp().tolist(), group.log_P.exp().tolist()
-        yield R, {"distinct_answers": group.answers, "solutions": group.solutions, "W": W, "P": P}
+        R, group = reward_group(score_rollout(judge.model, judge.tokenizer, rollout), judge.M)
+        matrices = {"W": group.log_W.exp().tolist(), "P": group.log_P.exp().tolist()}
+        names = {"distinct_answers": group.distinct_answers, "solutions": group.solutions}
+        yield R, names | matrices
 
 
 def exact_match(rollouts, judge):

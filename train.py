@@ -8,7 +8,6 @@ Each step: sample N solutions and answers to B questions, reward them, subtract 
 baseline, take one optimizer step, copy the weights to the actor.
 """
 
-import argparse
 import functools
 import json
 import logging
@@ -38,7 +37,8 @@ logger = logging.getLogger("train")
 
 def parse_args():
     """A flag has the value given on the command line; else that of the run to resume, or of the
-    toy; else the paper's."""
+    toy; else the paper's. (The first look at the command line decides the defaults of the second.)
+    """
     parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
     add, count = parser.add_argument, cli.number(int, 1)
     # what is trained, on what, by which reward
@@ -72,17 +72,21 @@ def parse_args():
     add("--keep", type=count, default=3, help="checkpoints to keep; older ones are deleted")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
 
-    flags, given = parser.parse_layers()
-    flags["dataset"] = given.get("dataset", "math7.5k" if "model" in given else "toy")
-    if given.get("resume"):
-        flags |= saved_flags(given)
-    elif flags["dataset"] == "toy":
-        own_model = {} if "model" in given else toy.LEARNING_RATE
-        by_steps = {} if "epochs" in given else {"steps": toy.STEPS}
-        flags |= toy.SIZES | toy.EVALUATION | own_model | by_steps
-    args = argparse.Namespace(**flags | given)
+    args, saved = parser.parse_args(), {}
+    if args.resume:
+        saved = saved_flags(args.out)
+        parser.set_defaults(**saved)
+    elif args.dataset == "toy" or not (args.dataset or args.model):
+        learning_rate = {} if args.model else toy.LEARNING_RATE
+        steps = {} if args.epochs else {"steps": toy.STEPS}
+        parser.set_defaults(dataset="toy", **toy.SIZES, **toy.EVALUATION, **learning_rate, **steps)
+    args = parser.parse_args()
+    args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples
+    for name in IDENTITY if args.resume else []:
+        was, now = saved.get(name), getattr(args, name)
+        require(now == was, f"--resume goes on as it was, but {name} was {was} and is {now}")
     require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
     has_model = args.model or args.dataset == "toy"
     require(has_model, f"--dataset {args.dataset} needs --model, an id or a directory")
@@ -90,23 +94,19 @@ def parse_args():
 
 
 # What a resumed run may not change, or it would be another run.
-IDENTITY = "model dataset reward questions samples m max_prompt_tokens max_new_tokens".split()
-IDENTITY += ["lr", "lr_end", "seed"]
+IDENTITY = "model dataset reward questions samples m max_prompt_tokens max_new_tokens seed".split()
+IDENTITY += ["lr", "lr_end"]
 
 
-def saved_flags(given):
+def saved_flags(out):
     """The flags of the run to go on with."""
-    require("out" in given, "--resume needs --out, the run to go on with")
-    path = Path(given["out"]) / "config.json"
-    require(path.is_file(), f"--resume: no run in {given['out']} (it would have a config.json)")
+    require(out, "--resume needs --out, the run to go on with")
+    path = Path(out) / "config.json"
     try:
-        saved = dict(json.loads(path.read_text())["flags"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{path}: not a run's configuration ({first_line(error)})") from error
-    changed = [name for name in IDENTITY if name in given and given[name] != saved.get(name)]
-    changed = ", ".join(f"{name} was {saved.get(name)} and is {given[name]}" for name in changed)
-    require(not changed, f"--resume goes on with the run as it was, but {changed}")
-    return saved
+        return dict(json.loads(path.read_text())["flags"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        message = f"--resume: {path} is not the configuration of a run ({first_line(error)})"
+        raise InputError(message) from error
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -118,7 +118,7 @@ def main():
     device = run.init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
     name = f"{Path(args.dataset).stem}-{args.reward}"
-    out = Path(args.out) if args.resume else run.new_directory(args.out, name, WARM_START)
+    out = Path(args.out) if args.resume else run.new_directory(args.out, name)
     require(args.questions >= world, f"--questions {args.questions}: fewer than {world} ranks")
     problems = load_problems(args.dataset)
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
@@ -219,16 +219,12 @@ def timing(clock, line, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
-WARM_START = "warm-start", "warm-start.partial"  # what toy_model makes in a run's directory
-
-
 def toy_model(out, seed):
-    """The toy's own model in the run's directory, made now unless it is there -> its path."""
+    """The toy's own model in the run's directory, made at the run's beginning -> its path."""
     torch.set_num_threads(1)  # so small that threads only wait for each other
-    directory, partial = (out / name for name in WARM_START)
+    directory = out / "warm-start"
     if dist.get_rank() == 0 and not directory.exists():
-        toy.warm_start(partial, seed)
-        partial.rename(directory)
+        toy.warm_start(directory, seed)
     dist.barrier()
     return str(directory)
 

@@ -9,10 +9,10 @@ the CSV; started again, the script goes on where it stopped. At the end it write
 the CSV, and draws the runs of a real model.
 """
 
+import functools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +33,9 @@ RUNS = ROOT / "runs" / "compare_rewards"
 TOY = {name: f"--reward {name}" for name in rewards.REWARDS}
 TOY |= {f"cer, M = {M}": f"--questions 8 --samples 16 --m {M}" for M in (1, 2, 4, 8, 16)}
 REAL = {name: f"--reward {name}" for name in ("cer", "exact", "rule")}
-# Of a real model; the toy has its own. The same warm start for every seed.
-RECIPE = "--dataset toy --questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --eval-limit 50"
-RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1 --microbatch-tokens 4096"
+TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy.LEARNING_RATE)
+REAL_RECIPE = "--questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --eval-limit 50"
+REAL_RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1 --microbatch-tokens 4096"
 
 
 def main():
@@ -60,23 +60,25 @@ def main():
     done = {(line["name"], line["seed"], line["steps"]) for line in read(path)}
     jobs = [(name, seed) for seed in seeds for name in only if (name, seed, steps) not in done]
     prefix = Path(args.model).name if args.model else stem
-    if args.model:
-        make(RUNS / f"{prefix}-warm-start", lambda to: warm_start(args.model, to))
-    else:  # one warm start for all rewards of a seed
-        for seed in {seed for _, seed in jobs}:
-            make(RUNS / f"warm-start-{seed}", lambda to: toy.warm_start(to, seed))  # noqa: B023
+
+    def start_of(seed):
+        """The warm start that all rewards of a seed share, and all seeds of a real model."""
+        directory = RUNS / f"{prefix}-warm-start{'' if args.model else f'-{seed}'}"
+        real = functools.partial(warm_start, args.model)
+        make(directory, real if args.model else functools.partial(toy.warm_start, seed=seed))
+        return directory
+
+    starts, recipe = {seed: start_of(seed) for seed in seeds}, REAL_RECIPE
+    if not args.model:
+        recipe = f"{TOY_RECIPE} --verifier-model {RUNS / 'verifier'}"
         if any(name == "general-verifier" for name, _ in jobs):
             make(RUNS / "verifier", train_verifier)
 
     def one(job):
         name, seed = job
         out = RUNS / f"{prefix}-{name.replace(', M = ', '-m')}-{seed}"
-        command = f"--seed {seed} --steps {steps} --out {out} {configurations[name]}"
-        if args.model:
-            command += f" --model {RUNS / f'{prefix}-warm-start'} {RECIPE}"
-        else:
-            shutil.copytree(RUNS / f"warm-start-{seed}", out / "warm-start", dirs_exist_ok=True)
-            command += f" --verifier-model {RUNS / 'verifier'}"
+        command = f"--model {starts[seed]} --dataset toy --seed {seed} --steps {steps} --out {out}"
+        command += f" {recipe} {configurations[name]}"
         train(command, out, steps, threads=1 if args.jobs > 1 or not args.model else None)
         return result(name, seed, out, steps)
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import plot
 import toy
-from cer import cer, choose_solutions
+from cer import Group, reward_group
 from data import load_problems, read_rows, require
 from engine import cli, policy, run
 from engine.sampling import encode_prompt, sample
@@ -106,20 +106,14 @@ SAMPLING = "model dataset samples max_new_tokens seed".split()  # the flags that
 def rewards_of(group):
     """-> {reward: R [N]}, all of the same samples; CER with M < N solutions from the same W."""
     answers, a_star, solutions = group["answers"], group["reference"], group["solutions"]
-    log_W, P = torch.tensor(group["W"]).log(), torch.tensor(group["P"])
-    row = {answer: u for u, answer in enumerate(group["distinct_answers"])}
-    answer_of_solution = [row[answers[j]] for j in solutions]
+    distinct, P = group["distinct_answers"], torch.tensor(group["P"])
+    log_W = torch.tensor(group["W"]).reshape(len(distinct), len(solutions)).log()
+    matrices = Group(a_star, answers, distinct, solutions, log_W, P.log())
     R = {"exact": torch.tensor([float(answer == a_star) for answer in answers])}
     R["rule"] = torch.tensor([float(verdict == "right") for verdict in group["verdicts"]])
     R["verifree"] = torch.zeros(len(answers)).index_copy(0, torch.tensor(solutions).long(), P)
-    empty = torch.tensor([answer == "" != a_star for answer in answers])
     for M in [M for M in (1, 2, 4, 8, 16) if M < len(answers)] + [len(answers)]:
-        R[f"cer, M = {M}"] = torch.zeros(len(answers))
-        if solutions:
-            chosen = choose_solutions(len(row), answer_of_solution, min(M, len(solutions)))
-            by_answer = cer(log_W.masked_fill(~chosen, -torch.inf), P.log())
-            R[f"cer, M = {M}"][solutions] = by_answer[answer_of_solution]
-            R[f"cer, M = {M}"][empty] = 0.0
+        R[f"cer, M = {M}"], _ = reward_group(matrices, M)
     return R
 
 

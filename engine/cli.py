@@ -33,13 +33,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise InputError(f"{message} (see --help)")
 
-    def parse_layers(self):
-        """-> (all flags with their defaults, only those given on the command line), two dicts."""
-        defaults = vars(self.parse_args([]))
-        # argparse leaves a value alone that is there already; None cannot be given.
-        given = vars(self.parse_args(namespace=argparse.Namespace(**dict.fromkeys(defaults))))
-        return defaults, {name: value for name, value in given.items() if value is not None}
-
 
 def number(kind, low, high=float("inf")):
     """A type for flags: an int or a float from low to high."""

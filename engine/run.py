@@ -94,13 +94,13 @@ class StopRequest:
 # ---------------------------------------------------------------------------------------------- log
 
 
-def new_directory(out, name, allowed=()):
+def new_directory(out, name):
     """The directory for a run's files, runs/TIME-NAME by default, the same on all ranks. It must be
-    new, or empty but for what is allowed; nothing is made yet. No rank goes on before all have
-    looked, since rank 0 will write."""
+    new or empty; nothing is made yet. No rank goes on before all have looked, since rank 0 will
+    write."""
     out = Path(gather([out or time.strftime(f"runs/%Y%m%d-%H%M%S-{name}")])[0])
-    there = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    require(not there - {*allowed}, f"--out {out} is not empty: choose a new directory")
+    used = out.is_dir() and any(out.iterdir())
+    require(not used, f"--out {out} is not empty: choose a new directory")
     dist.barrier()
     return out
 

@@ -7,12 +7,11 @@ emoji may be one token. So answers are located and scored on bytes.
 
 import bisect
 import functools
-import json
 
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from data import InputError, split_answer
+from data import require, split_answer
 
 
 class Vocabulary:
@@ -26,10 +25,10 @@ class Vocabulary:
         self.sorted = [self.bytes[i] for i in self.order]
         # A context ends just before the brace, and what is scored begins with it.
         for text in r"so \boxed", "{14":
-            if self.join(self.encode(text)) != text.encode():
-                raise InputError(f"the tokenizer does not give {text!r} back: it cannot be scored")
-        if self.locate_answer(self.encode(r"so \boxed{14}")) is None:
-            raise InputError(r"the tokenizer merges 'boxed' and '{': no answer can be cut out")
+            spelled = self.join(self.encode(text)) == text.encode()
+            require(spelled, f"the tokenizer does not give {text!r} back: it cannot be scored")
+        cut = self.locate_answer(self.encode(r"so \boxed{14}"))
+        require(cut, "the tokenizer merges 'boxed' and '{': no answer can be cut out")
 
     def encode(self, text):
         """Text -> ids. A special token's name in the text is text, as it is in an answer. Where the
@@ -71,29 +70,16 @@ def vocabulary(tokenizer):
 
 def token_bytes(tokenizer):
     """The bytes each token stands for, [len(tokenizer)]; b"" for special tokens and unused ids."""
-    if not tokenizer.is_fast:
-        raise InputError("a fast tokenizer (tokenizer.json) is needed")
-    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
-    if "ByteLevel" in decoder:  # GPT-2's family: each byte is written as one printable character
-        byte = {character: b for b, character in bytes_to_unicode().items()}
-
-        def spell(token):
-            return bytes(byte[c] for c in token)
-    elif "ByteFallback" in decoder:  # SentencePiece's family: "▁" is a space, <0x0A> a byte
-
-        def spell(token):
-            is_byte = len(token) == 6 and token.startswith("<0x")
-            return bytes([int(token[3:5], 16)]) if is_byte else token.replace("▁", " ").encode()
-    else:
-        raise InputError("the tokenizer is neither byte-level nor byte-fallback BPE: not supported")
-
-    added = tokenizer.added_tokens_decoder
-    table = []
+    # As in Qwen, Llama 3 and most others, a token is written with one printable character a byte.
+    byte_level = tokenizer.is_fast and "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
+    require(byte_level, "only byte-level tokenizers (with a tokenizer.json) are supported")
+    byte = {character: b for b, character in bytes_to_unicode().items()}
+    added, table = tokenizer.added_tokens_decoder, []
     for i, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
         if i in added:
             table.append(b"" if added[i].special else added[i].content.encode())
         else:
-            table.append(b"" if token is None else spell(token))
+            table.append(bytes(byte[character] for character in token or ""))
     return table
 
 

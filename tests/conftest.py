@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
@@ -6,19 +7,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import data
 import toy
-from engine import run
+from engine import cli, run
 from engine.sampling import to_rollout
 from engine.tokens import vocabulary
 
@@ -75,18 +68,37 @@ def toy_model_dir(tmp_path_factory):
     return directory
 
 
+@pytest.fixture
+def script(monkeypatch, capsys, tmp_path):
+    """script(module, "--flag value ...") -> (exit code, stdout, stderr), run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_it(module, arguments):
+        monkeypatch.setattr(sys, "argv", [module.__file__, *arguments.split()])
+        code = 0
+        try:
+            cli.run_script(module.main)
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_it
+
+
+# Two steps of training, in a second or two.
+FAST = "--dataset toy --steps 2 --questions 4 --samples 4"
+FAST += " --eval-limit 8 --eval-runs 2 --eval-every 2"
+
+
 def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
     """Random weights with grouped-query attention, larger than usual so that mistakes show."""
     torch.manual_seed(seed)
-    make, model = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "mistral": (MistralConfig, MistralForCausalLM),
-    }[family]
     shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
     shape |= dict(num_key_value_heads=2, intermediate_size=64, max_position_embeddings=512)
     shape |= dict(vocab_size=rows, tie_word_embeddings=tied, initializer_range=0.3)
-    return model(make(**{**shape, **settings})).eval()
+    config = AutoConfig.for_model(family, **shape | settings)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def rollout_of(tokenizer, texts, reference, kind="toy"):

@@ -7,10 +7,9 @@ import gpu
 import judge
 import pandas
 import pytest
-from test_scripts import script  # noqa: F401  a fixture
 
 
-def test_speed(script, tmp_path):  # noqa: F811
+def test_speed(script, tmp_path):
     code, out, err = script(gpu, "--shape tiny --repeats 1 --out lines.jsonl")
     assert code == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
@@ -20,19 +19,8 @@ def test_speed(script, tmp_path):  # noqa: F811
     assert all(line["seconds"] > 0 and line["commit"] and line["torch"] for line in lines)
 
 
-def test_the_table_of_rewards(tmp_path):
-    columns = ["pass@1 start", "pass@1 middle", "mean reward at the end", "entropy at the end"]
-    columns += ["zero-advantage groups", *(f"{p} seconds" for p in ("sample", "reward", "update"))]
-    fixed = {"name": "cer", "commit": "abc", **dict.fromkeys(columns, 0.1)}
-    lines = [fixed | {"seed": seed, "pass@1 end": end} for seed, end in ((0, 0.8), (1, 0.9))]
-    pandas.DataFrame(lines).to_csv(tmp_path / "table.csv", index=False)
-    table = compare_rewards.table(pandas.DataFrame(compare_rewards.read(tmp_path / "table.csv")))
-    assert "| `cer` | 0.10 (0.10 to 0.10) |" in table and "0.85 (0.80 to 0.90)" in table
-    assert "Seeds [0, 1], commit abc" in table
-
-
 @pytest.mark.parametrize("real", [False, True])
-def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real):  # noqa: F811
+def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real):
     """A run of two steps; started again nothing is run again. A real model is warm-started."""
     monkeypatch.setattr(compare_rewards, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(compare_rewards.toy.warm_start, "__defaults__", (30,))
@@ -47,7 +35,7 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real
     assert (tmp_path / "table.png").exists() == real
 
 
-def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, toy_model_dir):  # noqa: F811
+def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, toy_model_dir):
     """Two seeds of twenty questions; started again, nothing is sampled again."""
     monkeypatch.setattr(judge, "ROOT", tmp_path)
     flags = f"--model {toy_model_dir} --name toy --questions 20 --samples 4 --out {tmp_path}/j.csv"

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cer
 import data
-from cer import answer_logprobs, choose_solutions, exact_cer, reward_rollout
+from cer import answer_logprobs, choose_solutions, exact_cer, reward_group, score_rollout
 from engine.policy import load
 from engine.sampling import encode_prompt, sample
 from engine.tokens import pad, vocabulary
@@ -160,22 +160,6 @@ def test_exact_cer_is_the_conditional_expectation_written_out():
             assert rho[a, b] == pytest.approx(expected.item(), abs=1e-14)
 
 
-def test_a_hand_worked_example():
-    # Two equally likely solutions; the first always says 14, the second 14 or 15 by a coin.
-    rho = exact_cer(torch.tensor([0.5, 0.5]), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
-    assert rho[0, 0] == pytest.approx((0.5 * 1 * 1 + 0.5 * 0.5 * 0.5) / 0.75)
-    assert rho[1, 0] == pytest.approx(0.5)  # only the second solution leads to 15
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_rewards_are_probabilities(seed):
-    rho = exact_cer(*finite_distribution(seed=seed))
-    assert (rho >= 0).all() and (rho <= 1).all()
-    assert torch.allclose(rho.sum(1), torch.ones(5, dtype=torch.float64))  # some answer is given
-    sure = exact_cer(torch.tensor([0.3, 0.7]), torch.eye(2))  # each solution knows its one answer
-    assert torch.equal(sure, torch.eye(2))
-
-
 def test_an_impossible_answer_earns_nothing():
     rho = exact_cer(torch.tensor([1.0]), torch.tensor([[1.0, 0.0]]))
     assert rho[1].tolist() == [0.0, 0.0]
@@ -196,8 +180,11 @@ def test_theorem_1_a_correct_answer_earns_at_least_its_probability(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_theorem_2_the_expected_reward_is_that_of_exact_match(seed):
     prior, likelihood = finite_distribution(seed=seed)
-    p_answer = prior @ likelihood  # pi(a|q): also the expected exact match with reference a
-    assert (p_answer @ exact_cer(prior, likelihood) - p_answer).abs().max() < 1e-12
+    rho, p_answer = exact_cer(prior, likelihood), prior @ likelihood
+    # pi(a|q) is also the expected exact match with reference a
+    assert (p_answer @ rho - p_answer).abs().max() < 1e-12
+    # and for each answer the rewards over all references are probabilities: they sum to 1
+    assert (rho >= 0).all() and (rho.sum(1) - 1).abs().max() < 1e-12
 
 
 def test_the_estimator_converges_to_exact_cer_as_M_grows():
@@ -251,39 +238,35 @@ def test_with_m_equal_n_the_mean_reward_is_that_of_p_in_expectation():
 # ------------------------------------------------------------------------------------- one question
 
 
-def test_the_reward_of_a_rollout_is_the_definition_over_all_pairs(tokenizer):
-    model = tiny_model(len(tokenizer))
+def rewards_of(tokenizer, texts, reference, M):
+    """-> (R, Group) of hand-written samples. That R is Eq. 8: test_rewards.py, for random texts."""
+    rollout = rollout_of(tokenizer, texts, reference)
+    return reward_group(score_rollout(tiny_model(len(tokenizer)), tokenizer, rollout), M)
+
+
+def test_a_distinct_answer_is_scored_once(tokenizer):
     texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "\\boxed{seven}"]
-    rollout = rollout_of(tokenizer, texts, reference="7")
-    R, group = reward_rollout(model, tokenizer, rollout, M=5)
-    boxed = [0, 1, 2, 4]
-    contexts = [rollout.context(j) for j in boxed]
-    P = naive_logprobs(model, tokenizer, contexts, "7").exp()
-    for i in boxed:
-        W_i = naive_logprobs(model, tokenizer, contexts, rollout.answers[i]).exp()
-        assert R[i] == pytest.approx(((W_i * P).sum() / W_i.sum()).item(), rel=1e-3)
-    assert R[3] == 0 and R[0] == R[2]
-    assert group.answers == ["12", "7", "seven"] and group.solutions == boxed
+    R, group = rewards_of(tokenizer, texts, reference="7", M=5)
+    assert group.distinct_answers == ["12", "7", "seven"] and group.solutions == [0, 1, 2, 4]
     assert group.log_W.shape == (3, 4) and group.log_P.shape == (4,)
     assert torch.equal(group.log_P, group.log_W[1])  # a* equals an answer and shares its row
+    assert R[3] == 0 and R[0] == R[2] != R[1]
 
 
 def test_m_1_judges_each_answer_by_a_solution_of_its_own(tokenizer):
-    model = tiny_model(len(tokenizer))
     texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs"]
-    R, group = reward_rollout(model, tokenizer, rollout_of(tokenizer, texts, "seven"), M=1)
+    R, group = rewards_of(tokenizer, texts, "seven", M=1)
     P = group.log_P.exp()
     assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
 
 
 def test_no_answers_and_empty_answers(tokenizer):
-    model = tiny_model(len(tokenizer))
-    R, group = reward_rollout(model, tokenizer, rollout_of(tokenizer, ["no", "box"], "7"), M=2)
+    R, group = rewards_of(tokenizer, ["no", "box"], "7", M=2)
     assert R.tolist() == [0, 0] and group.solutions == []
     texts = ["\\boxed{}", "\\boxed{7}"]
-    R, _ = reward_rollout(model, tokenizer, rollout_of(tokenizer, texts, "7"), M=2)
+    R, _ = rewards_of(tokenizer, texts, "7", M=2)
     assert R[0] == 0 and R[1] > 0  # an empty box earns nothing,
-    R, _ = reward_rollout(model, tokenizer, rollout_of(tokenizer, texts, ""), M=2)
+    R, _ = rewards_of(tokenizer, texts, "", M=2)
     assert R[0] > 0  # unless the reference is empty
 
 
@@ -298,7 +281,7 @@ def test_theorem_2_on_a_language_model(toy_model_dir):
     problem, prompt = data.Problem(pilots[k][0].question, a_star, "toy"), pilots[k][1]
     N, groups, estimates = 64, 40, {"P": [], "CER": [], "exact": []}
     for rollout in sample(model, tokenizer, [(problem, prompt)] * groups, N, 32):
-        R, group = reward_rollout(model, tokenizer, rollout, M=N)
+        R, group = reward_group(score_rollout(model, tokenizer, rollout), M=N)
         estimates["CER"].append(R.mean())
         estimates["P"].append(group.log_P.exp().sum() / N)  # no answer: P = 0
         estimates["exact"].append(rollout.answers.count(a_star) / N)

@@ -3,7 +3,6 @@ import json
 import pyarrow.parquet
 import pytest
 
-import data
 import toy
 from data import Problem, chat_messages, load_problems, split_answer
 
@@ -64,18 +63,15 @@ def test_the_columns_of_the_hub(tmp_path):
         {"question": "f", "options": ["p", "q"], "answer": "q", "answer_letter": "B"},
         {"question": "g", "answer": 27.0},  # a column of integers with a gap
         {"question": "h", "answer": "", "solution": r"\boxed{7}"},
+        {"question": "i", "options": [str(i) for i in range(12)], "answer": "J"},
     ]
     problems = load_problems(write(tmp_path / "rows.jsonl", rows))
-    references = [r"\frac12", " 14 ", "27", "27.5", "0", "x", "B", "B", "27", "7"]
+    references = [r"\frac12", " 14 ", "27", "27.5", "0", "x", "B", "B", "27", "7", "J"]
     assert [problem.reference for problem in problems] == references
-    assert [problem.kind for problem in problems] == ["math"] * 6 + ["letter"] * 2 + ["math"] * 2
+    assert {p.reference for p in problems if p.kind == "letter"} == {"B", "J"}
     assert problems[6].question == "e\nA: p\nB: q"
-
-
-def test_at_most_ten_options(tmp_path):
-    row = {"question": "q", "options": [str(i) for i in range(12)], "answer": "J"}
-    problem = load_problems(write(tmp_path / "rows.jsonl", [row]))[0]
-    assert problem.question.endswith("\nI: 8\nJ: 9")
+    assert problems[10].question.endswith("\nI: 8\nJ: 9")  # at most ten options
+    assert load_problems(tmp_path / "rows.jsonl", limit=2) == problems[:2]
 
 
 def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
@@ -90,12 +86,6 @@ def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
     bad_letters = [{"question": "q", "options": ["x", "y"], "answer": a} for a in ("AB", "C")]
     assert load_problems(write(tmp_path / "rows.jsonl", [*bad_letters, good])) == problems
     assert "left out 17 of 18 unusable" in caplog.text and "left out 2 of 3" in caplog.text
-
-
-def test_limit_counts_usable_problems(tmp_path):
-    rows = [{"question": "q", "answer": None}] + [{"question": "q", "answer": i} for i in range(5)]
-    problems = load_problems(write(tmp_path / "rows.jsonl", rows), limit=2)
-    assert [problem.reference for problem in problems] == ["0", "1"]
 
 
 def test_json_and_parquet_hold_the_same(tmp_path):
@@ -113,12 +103,6 @@ def test_webinstruct_is_cut_as_in_the_paper(monkeypatch):
     rows = [dict(question=c + d, answer="1", category=c, difficulty=d) for c, d in rows]
     monkeypatch.setattr("datasets.load_dataset", lambda path, split: rows)
     assert [p.question for p in load_problems("webinstruct")] == ["PhysicsUniversity"]
-
-
-def test_the_papers_data_sets_have_names():
-    training, math = {"math7.5k", "webinstruct"}, {"math500", "amc23", "aime24", "aime25"}
-    assert training | math | {"mmlu-pro", "supergpqa"} == set(data.HUB)
-    assert set(data.TOY) == {"toy", "toy-test"}
 
 
 def test_the_real_rows(shared_data):
@@ -146,12 +130,6 @@ def test_the_toys_held_out_problems_are_not_trained_on():
     assert len(train) == 2000 and len(test) == 200
     assert not {p.question for p in train} & {p.question for p in test}
     assert train == load_problems("toy")
-
-
-def test_the_toys_references_come_in_all_forms():
-    answers = {p.reference for p in load_problems("toy")}
-    for sign in "it is", "in total", "eggs", "14", "fourteen":
-        assert any(sign in answer for answer in answers)
 
 
 def test_the_toys_ground_truth_reads_every_form():

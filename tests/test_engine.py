@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import on_devices, tiny_model
 from measure import prompts_that_end
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -38,31 +38,9 @@ def test_special_tokens_spell_nothing_and_their_names_are_text(qwen_tokenizer):
     assert vocab.join(vocab.encode("{<|im_end|>")) == b"{<|im_end|>"
 
 
-def byte_fallback_tokenizer(prepend):
-    """SentencePiece's family in small: characters, and bytes for what they do not cover."""
-    pieces = ["<eos>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(33, 127))]
-    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
-    backend = Tokenizer(model)
-    replace = normalizers.Replace(" ", "▁")
-    steps = [normalizers.Prepend("▁"), replace] if prepend else [replace]
-    backend.normalizer = normalizers.Sequence(steps)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(steps)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-
-
-def test_byte_fallback_tokenizers_spell_too():
-    vocab = vocabulary(byte_fallback_tokenizer(prepend=False))
-    text = "so it is \\boxed{14 µm 🙂}"
-    assert vocab.join(vocab.encode(text)) == text.encode() and vocab.bytes[0] == b""
-    cut, answer = vocab.locate_answer(vocab.encode(text))
-    assert answer == "14 µm 🙂" and vocab.join(vocab.encode(text)[:cut]) == b"so it is \\boxed"
-    assert [vocab.bytes[i] for i in vocab.beginning_with(b"}")] == [b"}", b"}"]  # also as a byte
-
-
-def merging_tokenizer():
+def trained_tokenizer(**byte_level):
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(use_regex=False, **byte_level)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     backend.train_from_iterator(["\\boxed{"] * 9, trainer)
@@ -71,9 +49,12 @@ def merging_tokenizer():
 
 def test_tokenizers_that_cannot_be_scored_are_refused():
     with pytest.raises(InputError, match="does not give .* back"):
-        vocabulary(byte_fallback_tokenizer(prepend=True))
+        vocabulary(trained_tokenizer(add_prefix_space=True))
     with pytest.raises(InputError, match="merges 'boxed' and '{'"):
-        vocabulary(merging_tokenizer())
+        vocabulary(trained_tokenizer(add_prefix_space=False))
+    whole_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"so": 0})))
+    with pytest.raises(InputError, match="only byte-level tokenizers"):
+        vocabulary(whole_words)
 
 
 def test_beginning_with_is_a_search_of_the_whole_vocabulary(qwen_tokenizer):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import FAST
 from test_cer import finite_distribution
-from test_scripts import FAST, script  # noqa: F401  a fixture
 
 import train
 from cer import cer, exact_cer
@@ -78,7 +78,7 @@ def test_play(tmp_path):
     assert len(found["shared"]) == 8 and not any(found["shared"]) and found["requests"] == 0
 
 
-def test_look(script, tmp_path, toy_model_dir):  # noqa: F811
+def test_look(script, tmp_path, toy_model_dir):
     code, _, err = script(train, f"--model {toy_model_dir} --out run {FAST}")
     assert code == 0, err
     good = (tmp_path / "run" / "samples.jsonl").read_text()

@@ -4,7 +4,6 @@ import json
 
 import matplotlib.pyplot as plt
 import pytest
-from test_scripts import script  # noqa: F401  a fixture
 
 import plot
 
@@ -54,7 +53,7 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_the_matrices_of_a_question(script, run, monkeypatch):  # noqa: F811
+def test_the_matrices_of_a_question(script, run, monkeypatch):
     figures = drawn(monkeypatch)
     code, out, err = script(plot, "a --question -1")
     assert code == 0 and out.strip() == "a/question--1.svg", err
@@ -69,7 +68,7 @@ def test_the_matrices_of_a_question(script, run, monkeypatch):  # noqa: F811
     assert len(W.texts) == 5 * 5 and len(P.texts) == 5  # nothing in the row without an answer
 
 
-def test_learning_curves_join_the_seeds(script, run, monkeypatch):  # noqa: F811
+def test_learning_curves_join_the_seeds(script, run, monkeypatch):
     figures = drawn(monkeypatch)
     code, out, err = script(plot, "a b c --out curves.png")
     assert code == 0 and (run / "curves.png").stat().st_size < 200_000, err
@@ -81,7 +80,7 @@ def test_learning_curves_join_the_seeds(script, run, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("line", [{"step": 0, "pass_at_1": 0.3}, {"step": 1, "reward": 0.1}])
-def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):  # noqa: F811
+def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):
     (run / "a" / "metrics.jsonl").write_text(json.dumps(line))
     code, _, err = script(plot, "a")
     assert code == 0 and (run / "a" / "curves.svg").exists(), err
@@ -99,7 +98,7 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):  # 
         ("a --out picture.xyz", "expected a name that ends in .svg or .png"),
     ],
 )
-def test_bad_input_to_plot(script, run, arguments, says):  # noqa: F811
+def test_bad_input_to_plot(script, run, arguments, says):
     before = sorted(run.rglob("*"))
     code, out, err = script(plot, arguments)
     assert code == 2 and says in err and len(err.splitlines()) == 1

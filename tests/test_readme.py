@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from test_scripts import script  # noqa: F401  a fixture
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -30,7 +29,7 @@ def test_there_are_commands():
 
 
 @pytest.mark.parametrize("name, flags", commands())
-def test_every_command_names_real_scripts_and_flags(script, name, flags):  # noqa: F811
+def test_every_command_names_real_scripts_and_flags(script, name, flags):
     assert (ROOT / f"{name}.py").is_file()
     named = re.findall(r"--[a-z][\w-]*", flags)
     if named:

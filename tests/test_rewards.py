@@ -22,13 +22,6 @@ def reward(name, rollout, judge=None):
 TEXTS = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{2}", r"\boxed{1/2", "0.5"]
 
 
-def test_exact_match_is_letter_for_letter(tokenizer):
-    rollout = rollout_of(tokenizer, TEXTS, r"\frac{1}{2}")
-    assert reward("exact", rollout)[0].tolist() == [1, 0, 0, 0, 0]
-    spaced = rollout_of(tokenizer, [r"\boxed{ 14 }", r"\boxed{14}"], "14")
-    assert reward("exact", spaced)[0].tolist() == [0, 1]
-
-
 def test_rule_accepts_equal_values_and_nothing_without_a_box(tokenizer):
     R, record = reward("rule", rollout_of(tokenizer, TEXTS, r"\frac{1}{2}", "math"))
     assert R.tolist() == [1, 1, 0, 0, 0]
