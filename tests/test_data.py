@@ -4,7 +4,7 @@ import pyarrow.parquet
 import pytest
 
 import toy
-from data import Problem, chat_messages, load_problems, split_answer
+from data import Problem, load_problems, split_answer
 
 
 @pytest.mark.parametrize(
@@ -110,16 +110,6 @@ def test_the_real_rows(shared_data):
     counts |= {"mmlu_pro_test": 700, "supergpqa_sample": 300, "webinstruct_nover_sample": 800}
     for name, count in counts.items():
         assert len(load_problems(shared_data / f"{name}.jsonl")) == count
-
-
-def test_the_prompt():
-    system, user = chat_messages(Problem("How many?", "14"))
-    assert system == {"role": "system", "content": "You are a helpful assistant."}
-    assert user["content"] == (
-        "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."
-    )
-    letter = chat_messages(Problem("Which?\nA: x", "A", "letter"))[1]["content"]
-    assert letter.endswith("\\boxed{}. Please only provide the letter of the answer in the box.")
 
 
 # ------------------------------------------------------------------------------------------ the toy

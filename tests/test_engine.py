@@ -221,19 +221,24 @@ def test_a_closed_box_is_an_answer_also_where_the_text_was_cut_off(tokenizer):
     assert rollout.cuts[2] == len(completions[2])
 
 
-def test_prompts_without_a_chat_template_are_plain_text(tokenizer):
+PROMPT = "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."
+LETTER = "Which?\nA: x\nPlease reason step by step, and put your final answer within \\boxed{}."
+LETTER += " Please only provide the letter of the answer in the box."
+
+
+def test_the_prompt_with_and_without_a_chat_template(tokenizer):
     problem = data.Problem("How many?", "14")
     assert tokenizer.decode(encode_prompt(tokenizer, problem)) == "How many?\n"
     plain = tokenizer.__class__(tokenizer_object=tokenizer._tokenizer, eos_token="<eos>")
     text = plain.decode(encode_prompt(plain, problem))
-    assert text.startswith(data.SYSTEM) and "How many?\n" + data.INSTRUCTION in text
+    assert text == f"You are a helpful assistant.\n\n{PROMPT}\n\n"
 
 
 def test_the_real_chat_template(qwen_tokenizer):
-    ids = encode_prompt(qwen_tokenizer, data.Problem("Q?\nA: x", "A", "letter"))
+    ids = encode_prompt(qwen_tokenizer, data.Problem("Which?\nA: x", "A", "letter"))
     assert qwen_tokenizer.decode(ids) == (
-        f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\nQ?\nA: x\n"
-        f"{data.INSTRUCTION}{data.LETTER_ONLY}<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        f"<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

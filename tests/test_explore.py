@@ -48,7 +48,6 @@ def test_its_mathematics_is_ours(tmp_path):
     W = json.dumps(log_W.tolist()).replace("-Infinity", "-1/0")
     steps = f"return {{rho: exactCer({prior.tolist()}, {likelihood.tolist()}).rho, "
     found = in_browser(tmp_path, f"{steps} R: cer({W}, {log_P.tolist()})}};")
-    assert (torch.tensor(found["rho"]).double() - exact_cer(prior, likelihood)).abs().max() < 1e-6
     assert torch.allclose(torch.tensor(found["R"], dtype=torch.float64), cer(log_W, log_P), 0, 1e-9)
     rho = torch.tensor(found["rho"], dtype=torch.float64)
     assert torch.allclose(rho, exact_cer(prior, likelihood), rtol=0, atol=1e-9)

@@ -19,13 +19,8 @@ def commands():
         text = page.read_text()
         blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         found.update(COMMAND.findall("\n".join([*blocks, *re.findall(r"`([^`\n]*)`", text)])))
+    assert {"train", "evaluate", "plot", "cer", "benchmarks/gpu"} <= {name for name, _ in found}
     return sorted(found)
-
-
-def test_there_are_commands():
-    assert {"train", "evaluate", "plot", "cer", "benchmarks/gpu"} <= {
-        name for name, _ in commands()
-    }
 
 
 @pytest.mark.parametrize("name, flags", commands())

@@ -22,21 +22,13 @@ def policy(seed):
     return prior, likelihood.sample((S,))
 
 
-def gradient(prior, likelihood, R):
-    """Of E[R] by the logits of prior and likelihood, R [A] held constant -> [S + S A]."""
-    joint = prior[:, None] * likelihood * R  # pi(s, a) R(a)
-    by_prior = joint.sum(1) - prior * joint.sum()
-    by_likelihood = joint - joint.sum(1, keepdim=True) * likelihood
-    return torch.cat([by_prior, by_likelihood.flatten()])
-
-
-def test_the_gradient_of_a_formula_is_that_of_autograd():
-    prior, likelihood = policy(0)
-    logits = [prior.log().requires_grad_(), likelihood.log().requires_grad_()]
-    R = torch.rand(A, dtype=torch.float64)
-    mean = logits[0].softmax(0) @ logits[1].softmax(1) @ R
-    auto = torch.cat([g.flatten() for g in torch.autograd.grad(mean, logits)])
-    assert torch.allclose(gradient(prior, likelihood, R), auto, atol=1e-12)
+def gradient(prior, likelihood, weight):
+    """The policy gradient, by the logits of prior and likelihood -> [S + S A]. weight [S, A]: how
+    often (s, a) is sampled, times what it is paid, a constant."""
+    logits = prior.log().requires_grad_(), likelihood.log().requires_grad_()
+    log_pi = logits[0].log_softmax(0)[:, None] + logits[1].log_softmax(1)
+    gradients = torch.autograd.grad((weight * log_pi).sum(), logits)
+    return torch.cat([each.flatten() for each in gradients])
 
 
 def test_cers_value_is_exact_matchs_but_its_gradient_is_not():
@@ -45,9 +37,9 @@ def test_cers_value_is_exact_matchs_but_its_gradient_is_not():
     cosines, ratios = [], []
     for seed in range(100):
         prior, likelihood = policy(seed)
-        rho = exact_cer(prior, likelihood)[:, 0]
-        ours = gradient(prior, likelihood, rho)
-        exact = gradient(prior, likelihood, torch.eye(A, dtype=torch.float64)[0])
+        joint, rho = prior[:, None] * likelihood, exact_cer(prior, likelihood)[:, 0]
+        ours = gradient(prior, likelihood, joint * rho)
+        exact = gradient(prior, likelihood, joint * (torch.arange(A) == 0))
         cosines.append(cosine_similarity(ours, exact, dim=0).item())
         ratios.append((ours.norm() / exact.norm()).item())
     quantiles = torch.tensor([0.05, 0.5, 0.95])
@@ -63,7 +55,7 @@ def test_the_baseline_is_not_independent_and_hardly_matters(seed, cosines, group
     RLOO's gradient against the intended one (R = rho), by Monte Carlo."""
     prior, likelihood = policy(seed)
     rho = exact_cer(prior, likelihood)[:, 0]
-    intended, found = gradient(prior, likelihood, rho), {}
+    intended, found = gradient(prior, likelihood, prior[:, None] * likelihood * rho), {}
     for N in 4, 8, 16:
         s = torch.multinomial(prior, groups * N, replacement=True).view(groups, N)
         a = torch.multinomial(likelihood[s.flatten()], 1).view(groups, N)
@@ -71,10 +63,7 @@ def test_the_baseline_is_not_independent_and_hardly_matters(seed, cosines, group
         R = (W / W.sum(2, keepdim=True) @ likelihood[s, 0][..., None])[..., 0]
         weight = torch.zeros(S * A, dtype=torch.float64)  # the mean of A_i of each (s, a)
         weight.index_add_(0, (s * A + a).flatten(), leave_one_out(R).flatten())
-        weight = weight.view(S, A) / (groups * N)
-        by_prior = weight.sum(1) - prior * weight.sum()
-        by_likelihood = weight - weight.sum(1, keepdim=True) * likelihood
-        mean = torch.cat([by_prior, by_likelihood.flatten()])
+        mean = gradient(prior, likelihood, weight.view(S, A) / (groups * N))
         projection = (mean @ intended / intended.square().sum()).item()
         found[N] = cosine_similarity(mean, intended, dim=0).item(), projection
     print(f"\nP(a*) = {(prior @ likelihood)[0]:.2f}: N -> (cosine, projection) {found}")
