@@ -204,8 +204,8 @@ def score_packing(model, ids, length, cache, packing):
 
     log_pi = []
     for first, tokens, closers in packing.answers:
-        slots = hidden[:, first : first + len(tokens) + 1]  # [n, k + 1, H]
-        chunks = slots.split(max(1, LOGITS_AT_ONCE // slots.shape[1]))
+        states = hidden[:, first : first + len(tokens) + 1]  # [n, k + 1, H]
+        chunks = states.split(max(1, LOGITS_AT_ONCE // states.shape[1]))
         logps = (model.lm_head(chunk).float().log_softmax(-1) for chunk in chunks)
         log_pi.append(torch.cat([log_finished(logp, tokens, closers) for logp in logps]))
     return torch.stack(log_pi)
@@ -283,8 +283,8 @@ def worked_example():
     joint, rho = prior[:, None] * likelihood, exact_cer(prior, likelihood)[:, 0]
     p_answer = joint.sum(0)
 
-    def show(name, values, digits=3):
-        cells = ("-" if value is None else f"{value:.{digits}f}" for value in values)
+    def show(name, values):
+        cells = ("-" if value is None else f"{value:.3f}" for value in values)
         print(f"{name:34}", *(f"{cell:>8}" for cell in cells))
 
     print('q = "3 bags of 4 eggs and 2 more eggs. How many eggs?"    a* = 14\n')

@@ -27,7 +27,7 @@ def require(condition, message):
 
 
 def first_line(error):
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # ----------------------------------------------------------------------------------------- problems
@@ -106,7 +106,7 @@ def hub_rows(name):
 
 
 READERS = {
-    ".jsonl": lambda path: map(json.loads, open(path, encoding="utf-8")),
+    ".jsonl": lambda path: map(json.loads, filter(str.strip, open(path, encoding="utf-8"))),
     ".json": lambda path: json.loads(path.read_text(encoding="utf-8")),
     ".parquet": lambda path: pyarrow.parquet.read_table(path).to_pylist(),
 }
@@ -135,11 +135,8 @@ def to_problem(row, kind):
     if reference in (None, "") and is_text(row.get("solution")):
         found = split_answer(row["solution"])
         reference = found and found[1]
-    if isinstance(reference, float) and reference.is_integer():
-        reference = int(reference)  # a column of integers with a gap holds floats
-    is_number = isinstance(reference, int | float) and not isinstance(reference, bool)
-    if is_number and reference == reference:  # not nan
-        reference = str(reference)
+    if type(reference) in (int, float) and reference == reference:  # neither a bool nor nan
+        reference = str(reference).removesuffix(".0")  # a column of integers with a gap has floats
     if not is_text(question) or not is_text(reference):
         return None
     if not options:

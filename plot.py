@@ -7,12 +7,11 @@ RUN is a directory that train.py wrote. --question counts the groups in samples.
 the end with -1). Figures are written as SVG, or as whatever --out ends in.
 """
 
-import itertools
-import json
 import math
 from pathlib import Path
 
 import matplotlib
+import numpy
 import pandas
 
 matplotlib.use("Agg")
@@ -21,6 +20,7 @@ from matplotlib.colors import PowerNorm
 
 from data import read_rows, require
 from engine.cli import Parser, run_script
+from engine.run import read_flags
 
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may hold a $
@@ -40,32 +40,29 @@ def draw_group(group, out):
     lies along the columns: a row of D^-1 W times it, cell by cell, adds up to the row's R."""
     require("W" in group, "this group has no W: it was not rewarded by CER")
     require(group["solutions"], "no sample of this group has an answer: there is nothing to draw")
-    R, answers, rows_of_W = group["R"], group["answers"], group["distinct_answers"]
+    R, answers = group["R"], group["answers"]
 
     def rank(i):  # the best first, equal answers side by side, those without an answer last
         return answers[i] is None, -R[i], answers[i] or "", i
 
     rows = sorted(range(len(R)), key=rank)
     columns = sorted(group["solutions"], key=rank)
-    at = [group["solutions"].index(j) for j in columns]
-    P = [[group["P"][k] for k in at]]
-    posterior = []
-    for i in rows:
-        row = [math.nan] * len(at)  # no answer, no row of W
-        if answers[i] is not None:
-            row = [group["W"][rows_of_W.index(answers[i])][k] for k in at]
-        posterior.append([w / (sum(row) or 1.0) for w in row])
+    P = pandas.Series(group["P"], group["solutions"])[columns].to_numpy()[None]
+    W = pandas.DataFrame(group["W"], group["distinct_answers"], group["solutions"])
+    posterior = W.div(W.sum(axis=1).replace(0.0, 1.0), axis=0)
+    # A sample without an answer has no row in W: nan.
+    posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
 
     cells = 0.3 * (len(rows) + 1)  # inches: the rows of both matrices
     height = cells + 2.2
-    shape = {"width_ratios": [max(4, len(at)), 1.3], "height_ratios": [1, len(rows)]}
+    shape = {"width_ratios": [max(4, len(columns)), 1.3], "height_ratios": [1, len(rows)]}
     figure, axes = plt.subplots(2, 2, figsize=(9.5, height), gridspec_kw=shape)
     between = 0.3 / (cells / 2)  # inches, as a share of the mean height of the two rows of axes
     figure.subplots_adjust(top=1 - 0.6 / height, bottom=1.3 / height, wspace=0.04, hspace=between)
     axes[0, 1].set_visible(False)
     draw_matrix(axes[0, 0], P, "Greens", digits=2)
     draw_matrix(axes[1, 0], posterior, "Blues", digits=2, top=1.0)
-    draw_matrix(axes[1, 1], [[R[i]] for i in rows], "Oranges", digits=3)
+    draw_matrix(axes[1, 1], numpy.array(R)[rows, None], "Oranges", digits=3)
     # A line wherever the answer changes: what lies between two lines is one and the same answer.
     for y in changes([answers[i] for i in rows]):
         axes[1, 0].axhline(y, color="white", linewidth=3)
@@ -90,10 +87,10 @@ def draw_group(group, out):
 def draw_matrix(axis, values, colours, digits, top=None):
     """Coloured cells with their numbers; the root of a value is its colour, so that a share of a
     tenth can be told from none."""
-    top = top or max(max(row) for row in values) or 1.0
+    top = top or values.max() or 1.0
     axis.imshow(values, cmap=colours, norm=PowerNorm(0.5, vmin=0, vmax=1.3 * top), aspect="auto")
-    for y, x in itertools.product(range(len(values)), range(len(values[0]))):
-        if not math.isnan(value := values[y][x]):
+    for (y, x), value in numpy.ndenumerate(values):
+        if not math.isnan(value):
             ink = "white" if value > 0.6 * top else "#222222"
             text = f"{value:.{digits}f}".removeprefix("0")
             axis.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
@@ -163,16 +160,12 @@ def draw_curves(runs, out, window=10):
 
 def read_metrics(run):
     """metrics.jsonl as a table by step, with the minutes of training until then."""
-    lines = pandas.DataFrame(read_rows(run / "metrics.jsonl")).set_index("step")
+    lines = read_rows(run / "metrics.jsonl")
+    require(lines, f"{run / 'metrics.jsonl'} is empty: nothing is measured yet")
+    lines = pandas.DataFrame(lines).set_index("step")
     parts = lines.reindex(columns=["seconds"]).seconds  # none after the first evaluation
     seconds = parts.map(lambda parts: sum(parts.values()), na_action="ignore").fillna(0)
     return lines.assign(minutes=seconds.cumsum() / 60)
-
-
-def read_flags(run):
-    path = run / "config.json"
-    require(path.is_file(), f"no {path}: is {run} a run of train.py?")
-    return json.loads(path.read_text())["flags"]
 
 
 def names_of(flags):
@@ -205,7 +198,7 @@ def main():
     require(len(runs) == 1, "--question takes one RUN")
     groups = read_rows(runs[0] / "samples.jsonl")
     inside = -len(groups) <= args.question < len(groups)
-    require(inside, f"--question must be from 0 to {len(groups) - 1}, got {args.question}")
+    require(inside, f"--question {args.question}: {runs[0]} has {len(groups)} groups, from 0")
     draw_group(groups[args.question], out)
 
 

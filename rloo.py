@@ -86,7 +86,8 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
     If the gradient is not finite, nothing is changed."""
     device, world, samples = compute_device(), dist.get_world_size(), len(rows)
-    # A sample that earned what the others did teaches nothing. (Adam's step needs some gradient.)
+    # A sample that earned what the others did teaches nothing. If none of them teaches, one is kept
+    # for a gradient of 0, with which Adam's step, its momentum, still goes on.
     rows = [row for row in rows if any(row.weights)] or rows[:1]
     loss = torch.zeros((), device=device)
     bar = progress("update", total=len(rows), unit="row")

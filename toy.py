@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 # What train.py uses on this task instead of the paper's settings for 4B models: its sizes and its
 # evaluation, and for its own model a learning rate.
-SIZES, STEPS = dict(questions=16, samples=8, max_new_tokens=32), 200
+SIZES = dict(steps=200, questions=16, samples=8, max_new_tokens=32)
 EVALUATION = dict(eval_dataset="toy-test", eval_runs=4, eval_every=20)
 EVALUATION |= dict(eval_temperature=1.0, eval_top_p=1.0, eval_top_k=0)
 LEARNING_RATE = dict(lr=6e-4, lr_end=0.1)
@@ -123,8 +123,8 @@ def demonstration(rng, train):
 
 
 def value_of(answer):
-    """The number an answer states in any of the 8 forms, or None. The task's ground truth: it
-    decides pass@1."""
+    """The number that an answer states in the words of the 8 forms, or None. The task's ground
+    truth: it decides pass@1."""
     words = re.sub(rf"^it is | in total$| ({'|'.join(UNITS)})$", "", answer)
     return NUMBERS.get(words)
 
@@ -197,7 +197,7 @@ def supervise(model, tokenizer, demonstrate, steps, batch=64, lr=8e-3):
             labels.append(torch.tensor([-100] * len(prompt) + target))  # the prompt is not learned
         ids = pad_sequence(ids, batch_first=True)
         labels = pad_sequence(labels, batch_first=True, padding_value=-100)
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = model(input_ids=ids.to(model.device), labels=labels.to(model.device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -9,7 +9,6 @@ baseline, take one optimizer step, copy the weights to the actor.
 """
 
 import functools
-import json
 import logging
 import math
 import random
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import toy
-from data import InputError, first_line, load_problems, require
+from data import InputError, load_problems, require
 from engine import cli, run
 from engine.policy import copy_weights, load, load_model, require_room, shard
 from engine.sampling import encode_prompt, sample
@@ -33,6 +32,11 @@ logger = logging.getLogger("train")
 
 
 # -------------------------------------------------------------------------------------------- flags
+
+
+# What a resumed run may not change, or it would be another run.
+IDENTITY = "model dataset reward questions samples m max_prompt_tokens max_new_tokens seed".split()
+IDENTITY += ["lr", "lr_end"]
 
 
 def parse_args():
@@ -74,12 +78,14 @@ def parse_args():
 
     args, saved = parser.parse_args(), {}
     if args.resume:
-        saved = saved_flags(args.out)
+        require(args.out, "--resume needs --out, the run to go on with")
+        saved = run.read_flags(args.out)
         parser.set_defaults(**saved)
     elif args.dataset == "toy" or not (args.dataset or args.model):
         learning_rate = {} if args.model else toy.LEARNING_RATE
-        steps = {} if args.epochs else {"steps": toy.STEPS}
-        parser.set_defaults(dataset="toy", **toy.SIZES, **toy.EVALUATION, **learning_rate, **steps)
+        parser.set_defaults(dataset="toy", **toy.SIZES, **toy.EVALUATION, **learning_rate)
+    if args.epochs:
+        parser.set_defaults(steps=None)
     args = parser.parse_args()
     args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
@@ -91,22 +97,6 @@ def parse_args():
     has_model = args.model or args.dataset == "toy"
     require(has_model, f"--dataset {args.dataset} needs --model, an id or a directory")
     return args
-
-
-# What a resumed run may not change, or it would be another run.
-IDENTITY = "model dataset reward questions samples m max_prompt_tokens max_new_tokens seed".split()
-IDENTITY += ["lr", "lr_end"]
-
-
-def saved_flags(out):
-    """The flags of the run to go on with."""
-    require(out, "--resume needs --out, the run to go on with")
-    path = Path(out) / "config.json"
-    try:
-        return dict(json.loads(path.read_text())["flags"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        message = f"--resume: {path} is not the configuration of a run ({first_line(error)})"
-        raise InputError(message) from error
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -133,7 +123,6 @@ def main():
     # fused: the other ways hold a copy of one moment for a step, 4 bytes a parameter
     adam = {"lr": args.lr, "weight_decay": 0.0, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(policy.parameters(), **adam)
-    run.make_state(optimizer)
     judge = Judge(actor, tokenizer, args.m, verifier)
     rows_of = verifree_rows if args.reward == "verifree" else rloo_rows
 

@@ -10,7 +10,6 @@ the CSV, and draws the runs of a real model.
 """
 
 import functools
-import json
 import os
 import random
 import subprocess
@@ -132,7 +131,7 @@ def train(flags, out, steps, threads):
 
 def result(name, seed, out, steps):
     """A run's line of the CSV."""
-    flags = json.loads((out / "config.json").read_text())["flags"]
+    flags = run.read_flags(out)
     lines = pandas.DataFrame(read_rows(out / "metrics.jsonl")).set_index("step")
     scores, taken = lines.pass_at_1.dropna(), lines[lines.reward.notna()]
     seconds = pandas.DataFrame(taken.seconds.tolist()).sum()
@@ -164,14 +163,11 @@ def table(lines):
     names += ["entropy at the end", "zero-advantage groups"]
     names = [name for name in names if name in lines]  # an older CSV has no entropy
     head = ["reward", *names, "sample / reward / update seconds"]
-    rows = []
-    for name, seeds in lines.groupby("name", sort=False):
-        cells = [f"`{name}`"]
-        for column in names:
-            low, mean, high = seeds[column].agg(["min", "mean", "max"])
-            cells.append(f"{mean:.2f} ({low:.2f} to {high:.2f})")
-        parts = [seeds[f"{part} seconds"].mean() for part in ("sample", "reward", "update")]
-        rows.append([*cells, " / ".join(f"{s:.0f}" for s in parts)])
+    seeds = lines.groupby("name", sort=False)
+    cells = seeds[names].agg(lambda x: f"{x.mean():.2f} ({x.min():.2f} to {x.max():.2f})")
+    parts = seeds[["sample seconds", "reward seconds", "update seconds"]].mean().to_numpy()
+    cells["seconds"] = [" / ".join(f"{seconds:.0f}" for seconds in of) for of in parts]
+    rows = [[f"`{name}`", *row] for name, row in zip(cells.index, cells.to_numpy())]
     note = f"Seeds {sorted(set(lines.seed))}, commit {', '.join(sorted(set(lines.commit)))}: "
     return f"{markdown(head, rows)}\n\n{note}mean (lowest to highest).\n"
 

@@ -1,7 +1,7 @@
 """Speed and memory on random weights of a real shape, as JSON lines: scoring against full passes, a
 decode step, sampling in pieces against one call, and one update.
 
-    python benchmarks/gpu.py                   # on a GPU: Qwen3-4B's shape, some minutes
+    python benchmarks/gpu.py | tee FILE        # on a GPU: Qwen3-4B's shape, some minutes
     python benchmarks/gpu.py --shape small     # on two CPU cores: 8M parameters, some minutes
     python benchmarks/gpu.py --shape tiny      # to see that it runs
 """
@@ -30,7 +30,6 @@ def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shape", choices=SHAPES, help="(default: qwen3-4b on a GPU, else small)")
     parser.add_argument("--repeats", type=cli.number(int, 1), default=3, help="the median counts")
-    parser.add_argument("--out", help="also write the lines to this file")
     args = parser.parse_args()
     device = run.init_ranks()
     on_gpu = device.type == "cuda"
@@ -43,15 +42,9 @@ def main():
     policy.neutralise_generation(model, tokenizer)
     origin = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), **where()}
     parts = scoring, decoding, sampling, updating
-    if args.out:
-        open(args.out, "w").close()
     for part in parts:
         for line in part(model, tokenizer, length, args.repeats):
-            text = json.dumps({"part": part.__name__, **line, **origin})
-            print(text, flush=True)
-            if args.out:
-                with open(args.out, "a") as file:
-                    file.write(text + "\n")
+            print(json.dumps({"part": part.__name__, **line, **origin}), flush=True)
     dist.destroy_process_group()
 
 

@@ -59,31 +59,19 @@ def prompts_that_end(lengths):
 
 
 def measure(function, repeats=1):
-    """-> (result, median seconds, peak memory in GiB beyond what was held before)."""
-    seconds, peak = [], start_peak()
+    """-> (result, median seconds, peak of the GPU's memory in GiB beyond what was held before)."""
+    seconds, cuda = [], torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()  # 0 without a GPU
     for _ in range(repeats):
         start = time.perf_counter()
         result = function()
-        if torch.cuda.is_available():
+        if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return result, statistics.median(seconds), peak()
-
-
-def start_peak():
-    """-> a function that says by how many GiB memory has peaked since."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        return lambda: (torch.cuda.max_memory_allocated() - held) / 2**30
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
-    held = resident("VmRSS")
-    return lambda: resident("VmHWM") - held
-
-
-def resident(name):
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{name}:")[1].split()[0]) / 2**20
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if cuda else None
+    return result, statistics.median(seconds), peak
 
 
 def markdown(head, rows):

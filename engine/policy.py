@@ -36,8 +36,8 @@ STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>"
 
 
 def load(name_or_dir, device, check=True):
-    """The actor, in bf16 on a GPU and fp32 on a CPU, and its tokenizer -> (model, tokenizer).
-    check=False: a model that only has to generate, as a verifier does, may be of any layout."""
+    """The actor or the verifier, in bf16 on a GPU and fp32 on a CPU -> (model, tokenizer).
+    check=False: a model that only has to generate, as the verifier does, may be of any layout."""
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
     on_gpu = torch.device(device).type == "cuda"
     model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
@@ -122,7 +122,7 @@ def require_room(actor, microbatch_tokens, longest_row, cpu_offload):
     require(
         needed <= free,
         f"training at world size {dist.get_world_size()} with {tokens} tokens in a micro-batch "
-        f"needs about {needed / 1e9:.0f} GB beside the actor, and {free / 1e9:.0f} GB are free: "
+        f"needs about {needed / 1e9:.0f} GB beside the actor, and {free / 1e9:.0f} GB are there: "
         f"use {f'--microbatch-tokens {longest_row}' if smaller else help}",
     )
 

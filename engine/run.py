@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from data import InputError, first_line, read_rows, require
 
-logger = logging.getLogger("train")
+logger = logging.getLogger("train")  # train.py lets its messages through
 
 
 # -------------------------------------------------------------------------------------------- ranks
@@ -45,15 +46,12 @@ def init_ranks():
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     # Ranks wait for the one that samples longest, and for the one that writes.
     patience = datetime.timedelta(hours=2)
-    if dist.is_initialized():
-        pass
-    elif "RANK" in os.environ:
+    if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=patience)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_rank() > 0:  # one rank speaks for all
-        for handler in logging.getLogger().handlers:
-            handler.setLevel(logging.ERROR)
+        logging.disable(logging.WARNING)
     return compute_device()
 
 
@@ -103,6 +101,16 @@ def new_directory(out, name):
     require(not used, f"--out {out} is not empty: choose a new directory")
     dist.barrier()
     return out
+
+
+def read_flags(out):
+    """The flags of a run, from its config.json."""
+    path = Path(out) / "config.json"
+    try:
+        return dict(json.loads(path.read_text())["flags"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        message = f"{path} is not the configuration of a run ({first_line(error)})"
+        raise InputError(message) from error
 
 
 def describe(rollout, R, A, record):
@@ -203,29 +211,17 @@ def write_whole(path, text):
 
 def checkpoints(out):
     """-> all checkpoints of a run, (step, directory), oldest first."""
-    found = out.glob("checkpoints/step-*")
-    return sorted((int(path.name.removeprefix("step-")), path) for path in found)
-
-
-def make_state(optimizer):
-    """Adam makes its moments at its first step; a step without gradient, not counted, makes them
-    and changes nothing. So they are there to be loaded, and saved also after skipped updates."""
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        state["step"].zero_()
+    found = {path.name.removeprefix("step-"): path for path in out.glob("checkpoints/step-*")}
+    return sorted((int(step), path) for step, path in found.items() if step.isdigit())
 
 
 def training_state(policy, optimizer):
-    """Weights and Adam's state by parameter name: the tensors themselves, sharded."""
-    state = {}
-    for name, p in policy.named_parameters():
-        state[name] = p
-        for key, tensor in optimizer.state[p].items():  # exp_avg, exp_avg_sq, and the scalar step
-            state[f"{name}.{key}"] = tensor
-    return state
+    """Weights and Adam's state by parameter name: the tensors themselves, sharded. (Before Adam's
+    first step torch makes its moments here, so that there is something to load into.)"""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(policy, optimizer, options=options)
+    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    return dict(policy.named_parameters()) | tensors
 
 
 def reason(error):

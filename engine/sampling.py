@@ -121,8 +121,8 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
         rows = [prompts[i] + completions[i] for i in running]
         _, fit = next(batches([len(row) + piece for row in rows], budget))
         batch, rows, running = running[:fit], rows[:fit], running[fit:]
-        ids = pad(rows, left=True).to(model.device)  # on the left, so that all end in one column
-        mask = pad([[1] * len(row) for row in rows], left=True).to(model.device)
+        ids = pad(rows, side="left").to(model.device)  # on the left, so that all end in one column
+        mask = pad([[1] * len(row) for row in rows], side="left").to(model.device)
         room = max_new_tokens - min(len(completions[i]) for i in batch)
         config = sampling_config(model, max_new_tokens=min(piece, room), **settings)
         probe = EntropyProbe()

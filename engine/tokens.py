@@ -9,6 +9,7 @@ import bisect
 import functools
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from data import require, split_answer
@@ -86,12 +87,10 @@ def token_bytes(tokenizer):
 # ------------------------------------------------------------------------------------------ batches
 
 
-def pad(lists, left=False):
+def pad(lists, side="right"):
     """Lists of numbers -> one tensor [len(lists), longest], filled with 0."""
-    width = max(map(len, lists))
-    fill = [[0] * (width - len(numbers)) for numbers in lists]
-    pairs = zip(fill, lists) if left else zip(lists, fill)
-    return torch.tensor([first + second for first, second in pairs])
+    rows = [torch.tensor(numbers) for numbers in lists]
+    return pad_sequence(rows, batch_first=True, padding_side=side)
 
 
 def batches(lengths, budget):

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import data
 import toy
 from engine import cli, run
+from engine.run import checkpoints
 from engine.sampling import to_rollout
 from engine.tokens import vocabulary
 
@@ -75,6 +76,8 @@ def script(monkeypatch, capsys, tmp_path):
 
     def run_it(module, arguments):
         monkeypatch.setattr(sys, "argv", [module.__file__, *arguments.split()])
+        if dist.is_initialized():
+            dist.destroy_process_group()
         code = 0
         try:
             cli.run_script(module.main)
@@ -89,6 +92,15 @@ def script(monkeypatch, capsys, tmp_path):
 # Two steps of training, in a second or two.
 FAST = "--dataset toy --steps 2 --questions 4 --samples 4"
 FAST += " --eval-limit 8 --eval-runs 2 --eval-every 2"
+
+
+def written_by(run):
+    """Both logs, without the times in them, and the last weights: equal for equal runs."""
+    lines = data.read_rows(run / "metrics.jsonl") + data.read_rows(run / "samples.jsonl")
+    times = {"seconds", "tokens_per_second"}
+    lines = [{k: v for k, v in line.items() if k not in times} for line in lines]
+    step, last = checkpoints(run)[-1]
+    return lines, step, (last / "model.safetensors").read_bytes()
 
 
 def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):

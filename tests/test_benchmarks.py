@@ -9,11 +9,10 @@ import pandas
 import pytest
 
 
-def test_speed(script, tmp_path):
-    code, out, err = script(gpu, "--shape tiny --repeats 1 --out lines.jsonl")
+def test_speed(script):
+    code, out, err = script(gpu, "--shape tiny --repeats 1")
     assert code == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
-    assert (tmp_path / "lines.jsonl").read_text() == out
     assert {line["part"] for line in lines} == {"scoring", "decoding", "sampling", "updating"}
     assert max(line.get("largest_difference", 0) for line in lines) < 1e-4
     assert all(line["seconds"] > 0 and line["commit"] and line["torch"] for line in lines)

@@ -2,6 +2,7 @@
 small enough to enumerate."""
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -244,13 +245,14 @@ def rewards_of(tokenizer, texts, reference, M):
     return reward_group(score_rollout(tiny_model(len(tokenizer)), tokenizer, rollout), M)
 
 
-def test_a_distinct_answer_is_scored_once(tokenizer):
+def test_a_distinct_answer_is_scored_once(tokenizer, monkeypatch):
     texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "\\boxed{seven}"]
+    scored = mock.Mock(side_effect=answer_logprobs)
+    monkeypatch.setattr(cer, "answer_logprobs", scored)
     R, group = rewards_of(tokenizer, texts, reference="7", M=5)
-    assert group.distinct_answers == ["12", "7", "seven"] and group.solutions == [0, 1, 2, 4]
-    assert group.log_W.shape == (3, 4) and group.log_P.shape == (4,)
-    assert torch.equal(group.log_P, group.log_W[1])  # a* equals an answer and shares its row
-    assert R[3] == 0 and R[0] == R[2] != R[1]
+    assert scored.call_args.args[3] == group.distinct_answers == ["12", "7", "seven"]
+    assert group.solutions == [0, 1, 2, 4] and R[3] == 0 and R[0] == R[2] != R[1]
+    assert group.log_W.shape == (3, 4) and torch.equal(group.log_P, group.log_W[1])  # a* is "7"
 
 
 def test_m_1_judges_each_answer_by_a_solution_of_its_own(tokenizer):
@@ -260,14 +262,9 @@ def test_m_1_judges_each_answer_by_a_solution_of_its_own(tokenizer):
     assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
 
 
-def test_no_answers_and_empty_answers(tokenizer):
+def test_no_answers_no_rewards(tokenizer):
     R, group = rewards_of(tokenizer, ["no", "box"], "7", M=2)
     assert R.tolist() == [0, 0] and group.solutions == []
-    texts = ["\\boxed{}", "\\boxed{7}"]
-    R, _ = rewards_of(tokenizer, texts, "7", M=2)
-    assert R[0] == 0 and R[1] > 0  # an empty box earns nothing,
-    R, _ = rewards_of(tokenizer, texts, "", M=2)
-    assert R[0] > 0  # unless the reference is empty
 
 
 def test_theorem_2_on_a_language_model(toy_model_dir):

@@ -1,6 +1,7 @@
 """The figures are drawn from a run's files, and what cannot be drawn is refused in one line."""
 
 import json
+import shutil
 
 import matplotlib.pyplot as plt
 import pytest
@@ -41,7 +42,10 @@ def run(tmp_path):
         (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         group = GROUP if reward == "cer" else {k: v for k, v in GROUP.items() if k != "W"}
         (directory / "samples.jsonl").write_text(json.dumps(group) + "\n")
-    (tmp_path / "d").mkdir()
+    for empty in "d", "e":
+        (tmp_path / empty).mkdir()
+    shutil.copy(tmp_path / "a" / "config.json", tmp_path / "e")
+    (tmp_path / "e" / "metrics.jsonl").touch()
     nothing = GROUP | {"answers": [None] * 6, "R": [0.0] * 6, "solutions": [], "W": [], "P": []}
     (tmp_path / "d" / "samples.jsonl").write_text(json.dumps(nothing) + "\n")
     return tmp_path
@@ -89,9 +93,10 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ("nowhere", "no nowhere/config.json: is nowhere a run of train.py?"),
+        ("nowhere", "nowhere/config.json is not the configuration of a run"),
+        ("e", "e/metrics.jsonl is empty: nothing is measured yet"),
         ("nowhere --question 0", "nowhere/samples.jsonl, row 1: expected"),
-        ("a --question 1", "--question must be from 0 to 0, got 1"),
+        ("a --question 1", "--question 1: a has 1 groups, from 0"),
         ("a b --question 0", "--question takes one RUN"),
         ("c --question 0", "this group has no W"),
         ("d --question 0", "no sample of this group has an answer"),

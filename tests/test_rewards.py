@@ -4,14 +4,12 @@ import random
 import time
 
 import pytest
-import torch
 from conftest import rollout_of, tiny_model
 from test_cer import naive_logprobs
 
 import data
 import rewards
 import toy
-from engine import policy
 from rewards import REWARDS, Judge, verdict
 
 
@@ -19,22 +17,18 @@ def reward(name, rollout, judge=None):
     return next(REWARDS[name]([rollout], judge or Judge()))
 
 
-TEXTS = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{2}", r"\boxed{1/2", "0.5"]
-
-
-def test_rule_accepts_equal_values_and_nothing_without_a_box(tokenizer):
-    R, record = reward("rule", rollout_of(tokenizer, TEXTS, r"\frac{1}{2}", "math"))
-    assert R.tolist() == [1, 1, 0, 0, 0]
-    assert record["verdicts"] == ["right", "right", "wrong", None, None]
-
-
-def test_rule_on_letters_and_on_the_toy(tokenizer):
-    letters = rollout_of(tokenizer, [r"\boxed{B}", r"\boxed{A}", r"\boxed{B.}"], "B", "letter")
-    assert reward("rule", letters)[0].tolist() == [1, 0, 0]
-    numbers = rollout_of(tokenizer, [r"\boxed{14 eggs}", r"\boxed{fourteen}"], "it is 14")
-    assert reward("rule", numbers)[0].tolist() == [1, 0]
-    for text, answer in zip(numbers.texts, numbers.answers):  # the ground truth knows words too
-        assert rewards.is_correct(numbers.problem, text, answer)
+@pytest.mark.parametrize(
+    "kind, a_star, boxes, verdicts",
+    [
+        ("math", r"\frac{1}{2}", ["0.5", "2", None], ["right", "wrong", None]),
+        ("letter", "B", ["B", "A", "B."], ["right", "wrong", "wrong"]),
+        ("toy", "it is 14", ["14 eggs", "fourteen"], ["right", "wrong"]),  # blind to words
+    ],
+)
+def test_the_rule_of_each_kind(tokenizer, kind, a_star, boxes, verdicts):
+    texts = ["no box: 0.5" if box is None else rf"\boxed{{{box}}}" for box in boxes]
+    R, record = reward("rule", rollout_of(tokenizer, texts, a_star, kind))
+    assert R.tolist() == [said == "right" for said in verdicts] and record["verdicts"] == verdicts
 
 
 @pytest.mark.parametrize("kind", ["math", "letter", "toy"])
@@ -43,6 +37,7 @@ def test_one_rule_for_an_answer_in_training_and_evaluation(kind):
     problem = data.Problem("q", "B" if kind == "letter" else "14", kind)
     text = rf"\boxed{{{problem.reference}}} and so"
     assert rewards.is_correct(problem, text, problem.reference)
+    assert rewards.is_correct(problem, "", "fourteen") == (kind == "toy")  # it knows the truth
     assert not rewards.is_correct(problem, problem.reference, None)
     assert verdict(problem, problem.reference, None) is None
 
@@ -158,21 +153,13 @@ def test_the_verifiers_decision_is_read(output, says):
     assert rewards.decision(output) == says
 
 
-def test_a_real_model_verifies(toy_model_dir):
-    """A Qwen3 that was taught two verdicts, asked greedily in one batch."""
-    model, tokenizer = policy.load(toy_model_dir, "cpu", check=False)
+def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, monkeypatch):
+    def generate(model, prompts, max_new_tokens, name, temperature):
+        assert temperature == 0 and not any(tokenizer.eos_token_id in ids for ids in prompts)
+        said = ["Yes" if "Answer: fourteen" in tokenizer.decode(ids) else "No" for ids in prompts]
+        return [tokenizer.encode(f" Final Decision: {word}<eos>") for word in said], None
+
+    monkeypatch.setattr(rewards, "generate", generate)
     asked = [("How many?", "14", "fourteen"), ("{question}", "<eos>", "{answer}")]
-    assert rewards.ask((model, tokenizer), []) == []
-    optimizer, stop = torch.optim.Adam(model.parameters(), 3e-3), [tokenizer.eos_token_id]
-    for _ in range(120):
-        for (question, reference, answer), said in zip(asked, ["Yes", "No"]):
-            prompt = rewards.VERIFIER_PROMPT.format(
-                question=question, reference=reference, answer=answer
-            )
-            prompt = tokenizer.encode(prompt, split_special_tokens=True)
-            ids = torch.tensor([prompt + tokenizer.encode(f" Final Decision: {said}") + stop])
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :]).backward()
-            optimizer.step()
-    assert rewards.ask((model, tokenizer), asked) == ["right", "wrong"]
+    assert rewards.ask((None, tokenizer), asked) == ["right", "wrong"]
+    assert rewards.ask((None, tokenizer), []) == []

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from conftest import HAS_CUDA, on_devices, tiny_model
+from conftest import HAS_CUDA, on_devices, tiny_model, written_by
 from processes import HERE, finish, peak_of_an_update, start, start_ranks, train_in, two_updates
 from test_rloo import example_rows
 from transformers import AutoModelForCausalLM
@@ -24,19 +24,6 @@ from engine import run as engine_run
 # Short, with a checkpoint after every step.
 FLAGS = "--dataset toy --lr 6e-4 --questions 2 --samples 4 --max-new-tokens 16 --eval-limit 4"
 FLAGS += " --eval-runs 1 --eval-every 5 --save-every 1"
-TIMES = ("seconds", "tokens_per_second")
-
-
-def lines_of(run):
-    """Both logs, without the times in them."""
-    lines = read_rows(run / "metrics.jsonl") + read_rows(run / "samples.jsonl")
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
-def weights(run, step):
-    return (run / "checkpoints" / f"step-{step}" / "model.safetensors").read_bytes()
-
-
 # -------------------------------------------------------------------------------------------- ranks
 
 
@@ -116,8 +103,7 @@ def test_a_killed_run_equals_one_that_never_was(tmp_path, toy_model_dir, device)
     metrics = [line["step"] for line in read_rows(run / "metrics.jsonl")]
     assert metrics == [*range(9)]
     if device == "cpu":
-        assert lines_of(run) == lines_of(tmp_path / "whole")
-        assert weights(run, 8) == weights(tmp_path / "whole", 8)
+        assert written_by(run) == written_by(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
