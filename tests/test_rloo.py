@@ -93,6 +93,25 @@ def verifree_formula(logp_of, rollout, R, A):
     return terms
 
 
+def naive_logprobs(model, ids):
+    """log pi(ids[t] | ids[:t]) for t > 0 -> [len(ids) - 1]."""
+    ids = torch.tensor([ids])
+    return model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def gradient_of_update(model, rows, budget, **options):
+    """-> (loss, gradient): what a step of plain SGD subtracts, before it was clipped."""
+    before = flat(p.detach().clone() for p in model.parameters())
+    sharded = policy.shard(model, **options)
+    loss, norm = update(sharded, torch.optim.SGD(sharded.parameters()), rows, 1.0, budget)
+    after = flat(p.detach().full_tensor() for p in sharded.parameters())
+    return loss, (before - after).cpu() * max(1.0, norm + 1e-6)
+
+
 def rms_norm(self, hidden):
     """transformers' own goes through fp32, whatever the model's precision."""
     return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
@@ -112,9 +131,7 @@ def test_the_update_takes_the_gradient_of_the_formula(
     rewards = [torch.tensor([0.5, 0.25, 0.0, 0.125]), torch.full((4,), 0.5)]  # one teaches nothing
 
     def logp_of(prompt, completion):
-        ids = torch.tensor([prompt + completion])
-        logp = naive(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
-        return logp[len(prompt) - 1 :].sum()
+        return naive_logprobs(naive, prompt + completion)[len(prompt) - 1 :].sum()
 
     terms, rows = [], []
     for rollout, R in zip(rollouts, rewards):
@@ -124,15 +141,9 @@ def test_the_update_takes_the_gradient_of_the_formula(
     loss = -torch.stack(terms).mean()
     loss.backward()
 
-    before = [p.detach().clone() for p in trained.parameters()]
-    sharded = policy.shard(trained, cpu_offload=offload)
-    sgd = torch.optim.SGD(sharded.parameters(), lr=1.0)
-    update_loss, grad_norm = update(sharded, sgd, rows, 1.0, budget)
+    update_loss, ours = gradient_of_update(trained, rows, budget, cpu_offload=offload)
     assert update_loss == pytest.approx(loss.item(), abs=1e-10)
-    unclipped = max(1.0, grad_norm + 1e-6)
-    for (name, theirs), old, new in zip(naive.named_parameters(), before, sharded.parameters()):
-        ours = (old - new.detach().full_tensor()) * unclipped
-        assert (ours - theirs.grad).abs().max() < 1e-10, name
+    assert (ours - flat(p.grad for p in naive.parameters())).abs().max() < 1e-10
 
 
 def example_rows(rows=13, vocabulary_size=64):
@@ -148,18 +159,13 @@ def example_rows(rows=13, vocabulary_size=64):
 def test_the_policy_has_the_gradient_of_the_formula_in_every_layout(device, family, tied):
     """FSDP2, checkpointing, chunks and padding against one row at a time: to rounding in fp32, and
     on a GPU, which computes in bf16, by direction."""
-    naive, sharded = (tiny_model(64, family, tied, initializer_range=0.1) for _ in range(2))
+    naive, trained = (tiny_model(64, family, tied, initializer_range=0.1) for _ in range(2))
     rows = example_rows()
     for row in rows:
-        ids = torch.tensor([row.ids])
-        logp = naive(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
-        (-(torch.tensor(row.weights[1:]) @ logp[:, 0]) / len(rows)).backward()
-    before = [p.detach().clone() for p in sharded.parameters()]
-    sharded = policy.shard(sharded.to(device))
-    _, grad_norm = update(sharded, torch.optim.SGD(sharded.parameters(), lr=1.0), rows, 1.0, 64)
-    steps = [b - p.full_tensor().cpu() for b, p in zip(before, sharded.parameters())]
-    ours = torch.cat([step.flatten() for step in steps]) * max(1.0, grad_norm + 1e-6)
-    theirs = torch.cat([p.grad.flatten() for p in naive.parameters()])
+        logp = naive_logprobs(naive, row.ids)
+        (-(torch.tensor(row.weights[1:]) @ logp) / len(rows)).backward()
+    _, ours = gradient_of_update(trained.to(device), rows, 64)
+    theirs = flat(p.grad for p in naive.parameters())
     error = (ours - theirs).norm() / theirs.norm()
     assert error < (1e-4 if device == "cpu" else 0.05)
 
