@@ -30,6 +30,7 @@ from engine.tokens import vocabulary
 
 # A base model ends its text with one token, a chat model its turn with another: stop on either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
+LOGITS_AT_ONCE = 1024  # tokens whose logits are held at a time, here and in scoring
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -184,9 +185,6 @@ def logprobs(model, ids):
     """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return F.pad(token_logprobs(hidden[:, :-1], model.lm_head, ids[:, 1:]), (1, 0))
-
-
-LOGITS_AT_ONCE = 1024  # tokens
 
 
 def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):

@@ -98,6 +98,7 @@ def stopped_run(script, tmp_path, toy_model_dir):
     assert script(train, f"{flags} --out whole")[0] == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-4")
+    (tmp_path / "parts" / "checkpoints" / "step-2-best").mkdir()  # the user's own
     for name in "metrics.jsonl", "samples.jsonl":  # the last line is half written
         path = tmp_path / "parts" / name
         path.write_text(path.read_text()[:-40])
