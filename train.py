@@ -118,7 +118,7 @@ def main():
     needs_verifier = args.reward == "general-verifier"
     verifier = load(args.verifier_model, device, check=False) if needs_verifier else None
     longest_row = max(len(prompt) for _, prompt in questions) + args.max_new_tokens
-    # in what the actor and the verifier have left
+    # of what the actor and the verifier leave free
     require_room(actor, args.microbatch_tokens, longest_row, args.cpu_offload)
     policy = shard(load_model(model, "cpu", torch.float32), args.cpu_offload)
     # fused: the other ways hold a copy of one moment for a step, 4 bytes a parameter
