@@ -15,7 +15,8 @@ With N samples (s_i, a_i) of one question, and M of the solutions to average ove
 
 Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). As
 the s_j are samples of pi(s|q), the posterior over *them* is row i of W divided by its sum, D^-1 W;
-and the expectation of pi(a*|s,q) under it is that row times P. It converges as M grows.
+and the expectation of pi(a*|s,q) under it is that row times P. It converges as N grows, with M = N.
+(Where M < N each answer has its own M of the N columns: choose_solutions.)
 
 A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
 is paid like it; a wrong answer mostly comes from others, and is paid little. In expectation over
@@ -138,7 +139,7 @@ class Packing:
 
     Answer u takes k + 1 slots: the context's last token once more, then t_1..t_k. (The repeated
     token predicts t_1. Contexts end in different columns of their batch; like this all predictions
-    stand side by side.) A slot sees the context but for its last token, and its own answer up to
+    stand side by side.) A slot sees the context except its last token, and its own answer up to
     itself; positions restart at the context's last token. For the answers 14 and 9 behind the
     context "so \boxed" (x: the slot on the left sees this):
 
@@ -185,9 +186,9 @@ def score_packing(model, ids, length, cache, packing):
     """One pass of a packing over contexts ids [n, C] of given lengths [n], whose keys and values
     are in the cache (before and after) -> log pi [answers of the packing, n]."""
     n, T, device = len(ids), len(packing.slots), model.device
-    answer, depth = torch.tensor(packing.slots, device=device).T  # [T] each
+    owner, depth = torch.tensor(packing.slots, device=device).T  # [T] each: which answer's, where
     in_context = torch.arange(ids.shape[1], device=device) < length[:, None] - 1  # [n, C]
-    in_answer = (answer[:, None] == answer) & (depth[:, None] >= depth)  # [T, T]
+    in_answer = (owner[:, None] == owner) & (depth[:, None] >= depth)  # [T, T]
     seen = torch.cat([in_context[:, None].expand(-1, T, -1), in_answer.expand(n, -1, -1)], dim=2)
     # A mask to add: sdpa would take a bool mask too, but eager attention would add its 0s and 1s.
     mask = torch.zeros(seen.shape, dtype=model.dtype, device=device)  # [n, T, C + T]
@@ -248,12 +249,12 @@ def score_rollout(model, tokenizer, rollout):
 
 
 def reward_group(group, M):
-    """Eq. 8 for the N samples of a question, each answer averaged over M of the solutions
-    -> (R [N], the group with the other solutions left out). Constants: no gradient flows through a
-    reward.
+    """Eq. 8 for the N samples of a question, each answer averaged over M of the solutions, or over
+    all if there are no more -> (R [N]; the group with -inf for the others, for the log and Fig. 2).
 
-    By convention a sample without an answer earns 0. An empty box says nothing and earns 0 too,
-    unless a* is empty; it keeps its row and its column.
+    R is a constant: no gradient flows through a reward. By convention a sample without an answer
+    earns 0. An empty box says nothing and earns 0 too, unless a* is empty; it keeps its row and its
+    column.
     """
     answer_of_solution = [group.distinct_answers.index(group.answers[j]) for j in group.solutions]
     if M < len(group.solutions):
