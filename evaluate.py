@@ -79,11 +79,7 @@ def main():
     add("--model", required=True, help="Hugging Face model id or directory")
     names = f"comma-separated names ({', '.join([*TOY, *HUB])}) or files"
     add("--dataset", required=True, help=names)
-    add(
-        "--runs",
-        type=count,
-        help="samples of each question (default: 16; letters 1; the toy 4)",
-    )
+    add("--runs", type=count, help="samples of each question (default: 16; letters 1; the toy 4)")
     add("--limit", type=count, help="only the first so many questions of each data set")
     add("--max-new-tokens", type=count, default=8192, help="longer ones are cut off")
     cli.add_sampling(parser)
