@@ -135,8 +135,10 @@ def to_problem(row, kind):
     if reference in (None, "") and is_text(row.get("solution")):
         found = split_answer(row["solution"])
         reference = found and found[1]
+    if isinstance(reference, float) and reference.is_integer():
+        reference = int(reference)  # a column of integers with a gap holds floats
     if type(reference) in (int, float) and reference == reference:  # neither a bool nor nan
-        reference = str(reference).removesuffix(".0")  # a column of integers with a gap has floats
+        reference = str(reference)
     if not is_text(question) or not is_text(reference):
         return None
     if not options:

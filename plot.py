@@ -158,11 +158,15 @@ def draw_curves(runs, out, window=10):
     save(figure, out)
 
 
+def read_log(path):
+    lines = read_rows(path)
+    require(lines, f"{path} is empty: the run has no step yet")
+    return lines
+
+
 def read_metrics(run):
     """metrics.jsonl as a table by step, with the minutes of training until then."""
-    lines = read_rows(run / "metrics.jsonl")
-    require(lines, f"{run / 'metrics.jsonl'} is empty: nothing is measured yet")
-    lines = pandas.DataFrame(lines).set_index("step")
+    lines = pandas.DataFrame(read_log(run / "metrics.jsonl")).set_index("step")
     parts = lines.reindex(columns=["seconds"]).seconds  # none after the first evaluation
     seconds = parts.map(lambda parts: sum(parts.values()), na_action="ignore").fillna(0)
     return lines.assign(minutes=seconds.cumsum() / 60)
@@ -196,9 +200,9 @@ def main():
     if args.question is None:
         return draw_curves(runs, out)
     require(len(runs) == 1, "--question takes one RUN")
-    groups = read_rows(runs[0] / "samples.jsonl")
+    groups = read_log(runs[0] / "samples.jsonl")
     inside = -len(groups) <= args.question < len(groups)
-    require(inside, f"--question {args.question}: {runs[0]} has {len(groups)} groups, from 0")
+    require(inside, f"--question must be from 0 to {len(groups) - 1}, got {args.question}")
     draw_group(groups[args.question], out)
 
 

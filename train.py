@@ -90,9 +90,10 @@ def parse_args():
     args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples
-    for name in IDENTITY if args.resume else []:
-        was, now = saved.get(name), getattr(args, name)
-        require(now == was, f"--resume goes on as it was, but {name} was {was} and is {now}")
+    if args.resume:
+        pairs = [(name, saved.get(name), getattr(args, name)) for name in IDENTITY]
+        changed = [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
+        require(not changed, f"--resume goes on with the run as it was, but {', '.join(changed)}")
     require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
     has_model = args.model or args.dataset == "toy"
     require(has_model, f"--dataset {args.dataset} needs --model, an id or a directory")

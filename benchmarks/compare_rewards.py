@@ -9,7 +9,6 @@ the CSV; started again, the script goes on where it stopped. At the end it write
 the CSV, and draws the runs of a real model.
 """
 
-import functools
 import os
 import random
 import subprocess
@@ -60,14 +59,12 @@ def main():
     jobs = [(name, seed) for seed in seeds for name in only if (name, seed, steps) not in done]
     prefix = Path(args.model).name if args.model else stem
 
-    def start_of(seed):
-        """The warm start that all rewards of a seed share, and all seeds of a real model."""
-        directory = RUNS / f"{prefix}-warm-start{'' if args.model else f'-{seed}'}"
-        real = functools.partial(warm_start, args.model)
-        make(directory, real if args.model else functools.partial(toy.warm_start, seed=seed))
-        return directory
-
-    starts, recipe = {seed: start_of(seed) for seed in seeds}, REAL_RECIPE
+    starts, recipe = {}, REAL_RECIPE
+    for seed in {seed for _, seed in jobs}:  # a warm start for all rewards; of a real model one
+        if args.model:
+            starts[seed] = make(RUNS / f"{prefix}-warm-start", warm_start, args.model)
+        else:
+            starts[seed] = make(RUNS / f"{prefix}-warm-start-{seed}", toy.warm_start, seed)
     if not args.model:
         recipe = f"{TOY_RECIPE} --verifier-model {RUNS / 'verifier'}"
         if any(name == "general-verifier" for name, _ in jobs):
@@ -94,15 +91,16 @@ def main():
         plot.draw_curves(runs, path.with_suffix(".png"))
 
 
-def make(directory, maker):
-    """A directory made once, and whole."""
+def make(directory, maker, *args):
+    """A directory made once, and whole -> the directory."""
     if not directory.exists():
         partial = directory.with_name(directory.name + "-partial")
-        maker(partial)
+        maker(partial, *args)
         partial.rename(directory)
+    return directory
 
 
-def warm_start(model, directory, steps=60):
+def warm_start(directory, model, steps=60):
     """A real model after some supervised steps on the toy's demonstrations: it boxes answers in all
     eight forms. Its prompt is then the toy's, the question alone."""
     torch.manual_seed(0)

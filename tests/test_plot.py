@@ -46,6 +46,7 @@ def run(tmp_path):
         (tmp_path / empty).mkdir()
     shutil.copy(tmp_path / "a" / "config.json", tmp_path / "e")
     (tmp_path / "e" / "metrics.jsonl").touch()
+    (tmp_path / "e" / "samples.jsonl").touch()
     nothing = GROUP | {"answers": [None] * 6, "R": [0.0] * 6, "solutions": [], "W": [], "P": []}
     (tmp_path / "d" / "samples.jsonl").write_text(json.dumps(nothing) + "\n")
     return tmp_path
@@ -94,9 +95,10 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):
     "arguments, says",
     [
         ("nowhere", "nowhere/config.json is not the configuration of a run"),
-        ("e", "e/metrics.jsonl is empty: nothing is measured yet"),
+        ("e", "e/metrics.jsonl is empty: the run has no step yet"),
+        ("e --question 0", "e/samples.jsonl is empty: the run has no step yet"),
         ("nowhere --question 0", "nowhere/samples.jsonl, row 1: expected"),
-        ("a --question 1", "--question 1: a has 1 groups, from 0"),
+        ("a --question 1", "--question must be from 0 to 0, got 1"),
         ("a b --question 0", "--question takes one RUN"),
         ("c --question 0", "this group has no W"),
         ("d --question 0", "no sample of this group has an answer"),
