@@ -18,6 +18,17 @@ def test_speed(script):
     assert all(line["seconds"] > 0 and line["commit"] and line["torch"] for line in lines)
 
 
+def test_the_table_of_rewards(tmp_path):
+    columns = ["pass@1 start", "pass@1 middle", "mean reward at the end", "entropy at the end"]
+    columns += ["zero-advantage groups", *(f"{p} seconds" for p in ("sample", "reward", "update"))]
+    fixed = {"name": "cer", "commit": "abc", **dict.fromkeys(columns, 0.1)}
+    lines = [fixed | {"seed": seed, "pass@1 end": end} for seed, end in ((0, 0.8), (1, 0.9))]
+    pandas.DataFrame(lines).to_csv(tmp_path / "table.csv", index=False)
+    table = compare_rewards.table(pandas.DataFrame(compare_rewards.read(tmp_path / "table.csv")))
+    assert "| `cer` | 0.10 (0.10 to 0.10) |" in table and "0.85 (0.80 to 0.90)" in table
+    assert "Seeds [0, 1], commit abc" in table
+
+
 @pytest.mark.parametrize("real", [False, True])
 def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real):
     """A run of two steps; started again nothing is run again. A real model is warm-started."""

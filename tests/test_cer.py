@@ -161,6 +161,15 @@ def test_exact_cer_is_the_conditional_expectation_written_out():
             assert rho[a, b] == pytest.approx(expected.item(), abs=1e-14)
 
 
+def test_a_hand_worked_example():
+    sure = exact_cer(torch.tensor([0.3, 0.7]), torch.eye(2))  # each solution knows its one answer
+    assert torch.equal(sure, torch.eye(2))
+    # Two equally likely solutions; the first always says 14, the second 14 or 15 by a coin.
+    rho = exact_cer(torch.tensor([0.5, 0.5]), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+    assert rho[0, 0] == pytest.approx((0.5 * 1 * 1 + 0.5 * 0.5 * 0.5) / 0.75)
+    assert rho[1, 0] == pytest.approx(0.5)  # only the second solution leads to 15
+
+
 def test_an_impossible_answer_earns_nothing():
     rho = exact_cer(torch.tensor([1.0]), torch.tensor([[1.0, 0.0]]))
     assert rho[1].tolist() == [0.0, 0.0]
@@ -262,9 +271,14 @@ def test_m_1_judges_each_answer_by_a_solution_of_its_own(tokenizer):
     assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
 
 
-def test_no_answers_no_rewards(tokenizer):
+def test_no_answers_and_empty_answers(tokenizer):
     R, group = rewards_of(tokenizer, ["no", "box"], "7", M=2)
     assert R.tolist() == [0, 0] and group.solutions == []
+    texts = ["\\boxed{}", "\\boxed{7}"]
+    R, _ = rewards_of(tokenizer, texts, "7", M=2)
+    assert R[0] == 0 and R[1] > 0  # an empty box earns nothing,
+    R, _ = rewards_of(tokenizer, texts, "", M=2)
+    assert R[0] > 0  # unless the reference is empty
 
 
 def test_theorem_2_on_a_language_model(toy_model_dir):

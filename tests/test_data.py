@@ -3,6 +3,7 @@ import json
 import pyarrow.parquet
 import pytest
 
+import data
 import toy
 from data import Problem, load_problems, split_answer
 
@@ -64,14 +65,16 @@ def test_the_columns_of_the_hub(tmp_path):
         {"question": "g", "answer": 27.0},  # a column of integers with a gap
         {"question": "h", "answer": "", "solution": r"\boxed{7}"},
         {"question": "i", "options": [str(i) for i in range(12)], "answer": "J"},
+        {"question": "j", "answer": 1e16},
     ]
     problems = load_problems(write(tmp_path / "rows.jsonl", rows))
     references = [r"\frac12", " 14 ", "27", "27.5", "0", "x", "B", "B", "27", "7", "J"]
+    references.append("1" + 16 * "0")
     assert [problem.reference for problem in problems] == references
-    assert {p.reference for p in problems if p.kind == "letter"} == {"B", "J"}
+    kinds = ["math"] * 6 + ["letter"] * 2 + ["math"] * 2 + ["letter", "math"]
+    assert [problem.kind for problem in problems] == kinds
     assert problems[6].question == "e\nA: p\nB: q"
     assert problems[10].question.endswith("\nI: 8\nJ: 9")  # at most ten options
-    assert load_problems(tmp_path / "rows.jsonl", limit=2) == problems[:2]
 
 
 def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
@@ -85,6 +88,8 @@ def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
     assert problems == [Problem("q", "14")]
     bad_letters = [{"question": "q", "options": ["x", "y"], "answer": a} for a in ("AB", "C")]
     assert load_problems(write(tmp_path / "rows.jsonl", [*bad_letters, good])) == problems
+    more = write(tmp_path / "rows.jsonl", [*bad_letters, good, good, good])
+    assert load_problems(more, limit=2) == problems * 2  # the limit counts usable ones
     assert "left out 17 of 18 unusable" in caplog.text and "left out 2 of 3" in caplog.text
 
 
@@ -105,6 +110,12 @@ def test_webinstruct_is_cut_as_in_the_paper(monkeypatch):
     assert [p.question for p in load_problems("webinstruct")] == ["PhysicsUniversity"]
 
 
+def test_the_papers_data_sets_have_names():
+    training, math = {"math7.5k", "webinstruct"}, {"math500", "amc23", "aime24", "aime25"}
+    assert training | math | {"mmlu-pro", "supergpqa"} == set(data.HUB)
+    assert set(data.TOY) == {"toy", "toy-test"}
+
+
 def test_the_real_rows(shared_data):
     counts = {"math_train": 7496, "math500": 500, "amc23": 40, "aime24": 30}
     counts |= {"mmlu_pro_test": 700, "supergpqa_sample": 300, "webinstruct_nover_sample": 800}
@@ -120,6 +131,12 @@ def test_the_toys_held_out_problems_are_not_trained_on():
     assert len(train) == 2000 and len(test) == 200
     assert not {p.question for p in train} & {p.question for p in test}
     assert train == load_problems("toy")
+
+
+def test_the_toys_references_come_in_all_forms():
+    answers = {p.reference for p in load_problems("toy")}
+    for sign in "it is", "in total", "eggs", "14", "fourteen":
+        assert any(sign in answer for answer in answers)
 
 
 def test_the_toys_ground_truth_reads_every_form():

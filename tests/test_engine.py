@@ -219,6 +219,8 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer):
     plain = tokenizer.__class__(tokenizer_object=tokenizer._tokenizer, eos_token="<eos>")
     text = plain.decode(encode_prompt(plain, problem))
     assert text == f"You are a helpful assistant.\n\n{PROMPT}\n\n"
+    letter = plain.decode(encode_prompt(plain, data.Problem("Which?\nA: x", "A", "letter")))
+    assert letter == f"You are a helpful assistant.\n\n{LETTER}\n\n"
 
 
 def test_the_real_chat_template(qwen_tokenizer):

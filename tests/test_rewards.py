@@ -17,18 +17,29 @@ def reward(name, rollout, judge=None):
     return next(REWARDS[name]([rollout], judge or Judge()))
 
 
-@pytest.mark.parametrize(
-    "kind, a_star, boxes, verdicts",
-    [
-        ("math", r"\frac{1}{2}", ["0.5", "2", None], ["right", "wrong", None]),
-        ("letter", "B", ["B", "A", "B."], ["right", "wrong", "wrong"]),
-        ("toy", "it is 14", ["14 eggs", "fourteen"], ["right", "wrong"]),  # blind to words
-    ],
-)
-def test_the_rule_of_each_kind(tokenizer, kind, a_star, boxes, verdicts):
-    texts = ["no box: 0.5" if box is None else rf"\boxed{{{box}}}" for box in boxes]
-    R, record = reward("rule", rollout_of(tokenizer, texts, a_star, kind))
-    assert R.tolist() == [said == "right" for said in verdicts] and record["verdicts"] == verdicts
+TEXTS = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{2}", r"\boxed{1/2", "0.5"]
+
+
+def test_exact_match_is_letter_for_letter(tokenizer):
+    rollout = rollout_of(tokenizer, TEXTS, r"\frac{1}{2}")
+    assert reward("exact", rollout)[0].tolist() == [1, 0, 0, 0, 0]
+    spaced = rollout_of(tokenizer, [r"\boxed{ 14 }", r"\boxed{14}"], "14")
+    assert reward("exact", spaced)[0].tolist() == [0, 1]
+
+
+def test_rule_accepts_equal_values_and_nothing_without_a_box(tokenizer):
+    R, record = reward("rule", rollout_of(tokenizer, TEXTS, r"\frac{1}{2}", "math"))
+    assert R.tolist() == [1, 1, 0, 0, 0]
+    assert record["verdicts"] == ["right", "right", "wrong", None, None]
+
+
+def test_rule_on_letters_and_on_the_toy(tokenizer):
+    letters = rollout_of(tokenizer, [r"\boxed{B}", r"\boxed{A}", r"\boxed{B.}"], "B", "letter")
+    assert reward("rule", letters)[0].tolist() == [1, 0, 0]
+    numbers = rollout_of(tokenizer, [r"\boxed{14 eggs}", r"\boxed{fourteen}"], "it is 14")
+    assert reward("rule", numbers)[0].tolist() == [1, 0]
+    for text, answer in zip(numbers.texts, numbers.answers):  # the ground truth knows words too
+        assert rewards.is_correct(numbers.problem, text, answer)
 
 
 @pytest.mark.parametrize("kind", ["math", "letter", "toy"])
@@ -37,7 +48,6 @@ def test_one_rule_for_an_answer_in_training_and_evaluation(kind):
     problem = data.Problem("q", "B" if kind == "letter" else "14", kind)
     text = rf"\boxed{{{problem.reference}}} and so"
     assert rewards.is_correct(problem, text, problem.reference)
-    assert rewards.is_correct(problem, "", "fourteen") == (kind == "toy")  # it knows the truth
     assert not rewards.is_correct(problem, problem.reference, None)
     assert verdict(problem, problem.reference, None) is None
 

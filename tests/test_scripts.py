@@ -106,7 +106,7 @@ def stopped_run(script, tmp_path, toy_model_dir):
 
 def test_resume(script, tmp_path, stopped_run):
     code, _, err = script(train, "--out parts --resume --reward exact --lr 1")
-    assert code == 2 and "goes on as it was, but reward was cer and is exact" in err
+    assert code == 2 and "reward was cer and is exact, lr was 1e-06 and is 1.0" in err
     code, out, _ = script(train, "--out parts --resume --keep 2")
     assert code == 0 and "step-4" in out
     assert written_by(tmp_path / "parts") == written_by(tmp_path / "whole")
