@@ -157,7 +157,7 @@ def free_memory():
 
 def shard(model, cpu_offload=False):
     """The policy, of a model on the CPU: FSDP2 over all ranks (also over one), fp32 shards and
-    gradient sums, bf16 compute on GPUs, activations recomputed in the backward pass. Adds
+    gradient sums; on GPUs bf16 compute, and activations recomputed in the backward pass. Adds
     .logprobs(ids). cpu_offload keeps shards, gradients and Adam in the CPU's memory; gradients then
     go there once a step (.sync_every_batch), not after every micro-batch."""
     options = {}
@@ -172,8 +172,9 @@ def shard(model, cpu_offload=False):
     model.sync_every_batch = not cpu_offload
     model.logprobs = types.MethodType(logprobs, model)
     register_fsdp_forward_method(model, "logprobs")
-    older_name = model.gradient_checkpointing_enable
-    getattr(model, "activation_checkpointing_enable", older_name)()
+    if torch.cuda.is_available():  # a CPU has the memory, and recomputing takes a fifth of its time
+        older_name = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", older_name)()
     return model.train()
 
 
