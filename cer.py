@@ -53,15 +53,16 @@ def exact_cer(prior, likelihood):
 
 
 def cer(log_W, log_P):
-    """R = D^-1 W P in log space (Eq. 8): log_W [N, M], log_P [M] -> R [N].
+    """R = D^-1 W P in log space (Eq. 8): log_W [N, M], log_P [M] -> R [N]; of several questions at
+    once: [..., N, M], [..., M] -> [..., N].
 
     D^-1 W divides each row of W by its sum, and W = exp(log_W), so D^-1 W is a softmax: a row of
     numbers near exp(-1000) keeps its proportions. log_W = -inf leaves a solution out; a row that
     leaves out all of them earns 0.
     """
-    empty = (log_W == -torch.inf).all(dim=1, keepdim=True)  # the softmax of such a row is nan
-    posterior = log_W.softmax(dim=1).masked_fill(empty, 0.0)  # D^-1 W, pi(s_j | a_i, q)  [N, M]
-    return posterior @ log_P.exp()
+    empty = (log_W == -torch.inf).all(-1, keepdim=True)  # the softmax of such a row is nan
+    posterior = log_W.softmax(-1).masked_fill(empty, 0.0)  # D^-1 W, pi(s_j | a_i, q)  [..., N, M]
+    return (posterior @ log_P.exp()[..., None])[..., 0]
 
 
 def choose_solutions(U, answer_of_solution, M):
