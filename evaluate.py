@@ -1,4 +1,4 @@
-"""pass@1 of a model over k runs: a function that train.py calls, and a script.
+"""pass@1 of a model over k samples of each question: a function that train.py calls, and a script.
 
     python evaluate.py --model runs/RUN/checkpoints/step-1171 --dataset math500,amc23,aime24
 
@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from data import HUB, TOY, load_problems
 from engine import cli, run
+from engine.files import append_rows, write_atomically
 from engine.policy import load
-from engine.sampling import encode_prompt, sample
-from rewards import is_correct
+from rollout import encode_prompt, sample
+from verifiers import is_correct
 
-RUNS = {"math": 16, "letter": 1, "toy": 4}  # samples of each question, by its kind
+RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples of each question; of others 16
 
 
 def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
@@ -33,22 +34,22 @@ def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
     run.seed_everything(seed, "evaluation")
     rank, world = dist.get_rank(), dist.get_world_size()
     questions = [(problem, encode_prompt(tokenizer, problem)) for problem in problems[rank::world]]
-    rollouts = sample(model, tokenizer, questions, runs, name="evaluation", **settings)
+    groups = sample(model, tokenizer, questions, runs, name="evaluation", **settings)
     records = [
         {
             "index": rank + world * k,
-            "question": rollout.problem.question,
-            "reference": rollout.problem.reference,
-            "answer": rollout.answers[i],
-            "correct": is_correct(rollout.problem, rollout.texts[i], rollout.answers[i]),
-            "truncated": rollout.truncated[i],
-            "tokens": len(rollout.completions[i]),
-            "text": rollout.texts[i],
+            "question": group.problem.question,
+            "reference": group.problem.reference,
+            "answer": answer,
+            "correct": is_correct(group.problem, answer),
+            "truncated": group.truncated[i],
+            "tokens": len(group.completions[i]),
+            "text": group.texts[i],
         }
-        for k, rollout in enumerate(rollouts)
-        for i in range(runs)
+        for k, group in enumerate(groups)
+        for i, answer in enumerate(group.answers)
     ]
-    records = sorted(run.gather(records), key=lambda record: record["index"])
+    records = sorted(run.all_gather(records), key=lambda record: record["index"])
     samples = pandas.DataFrame(records)
     by_question = samples.groupby("index").correct.mean()
     summary = {
@@ -64,13 +65,16 @@ def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
     return summary, records
 
 
-def table(results):
+def table(results, temperature):
     """results: data set -> summary. The paper's table: a line a data set, and the average."""
     lines = pandas.DataFrame(results).T
     if len(results) > 1:
         lines.loc["average"] = lines[["pass_at_1"]].mean()
     lines.index = [Path(name).name for name in lines.index]
-    return lines.to_string(na_rep="", float_format="{:.3f}".format)
+    for name in "questions", "runs":
+        lines[name] = lines[name].astype("Int64")
+    title = f"pass@1 at temperature {temperature:g}\n"
+    return title + lines.to_string(na_rep="", float_format="{:.3f}".format)
 
 
 def main():
@@ -79,33 +83,32 @@ def main():
     add("--model", required=True, help="Hugging Face model id or directory")
     names = f"comma-separated names ({', '.join([*TOY, *HUB])}) or files"
     add("--dataset", required=True, help=names)
-    add("--runs", type=count, help="samples of each question (default: 16; letters 1; the toy 4)")
-    add("--limit", type=count, help="only the first so many questions of each data set")
-    add("--max-new-tokens", type=count, default=8192, help="longer ones are cut off")
+    add("--runs", type=count, help="samples of each question; without it 16, letters 1, the toy 4")
+    add("--limit", type=count, help="evaluate on the first so many questions of each data set only")
+    add("--max-new-tokens", type=count, default=8192, help="longer completions are cut off")
     cli.add_sampling(parser)
     add("--seed", type=int, default=0, help="of the samples")
-    add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
+    add("--out", help="directory for results.json and samples.jsonl; without it runs/TIME-eval")
     args = parser.parse_args()
     device = run.init_ranks()
-    out = run.new_directory(args.out, "eval")
+    out = run.output_directory(args.out, "eval")
     datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
     model, tokenizer = load(args.model, device)
-    if dist.get_rank() == 0:  # now, and not after hours, it shows if that can be written
+    if dist.get_rank() == 0:  # a file that cannot be written shows now, not after hours
         out.mkdir(parents=True, exist_ok=True)
         (out / "samples.jsonl").touch()
 
     results = {}
     for name, problems in datasets.items():
         settings = cli.sampling_settings(args) | {"seed": args.seed}
-        runs = args.runs or RUNS[problems[0].kind]
+        runs = args.runs or RUNS.get(problems[0].verifier, 16)
         results[name], records = evaluate(model, tokenizer, problems, runs, **settings)
         if dist.get_rank() == 0:  # after each data set: the next may take hours
-            with open(out / "samples.jsonl", "a") as file:
-                file.writelines(json.dumps({"dataset": name} | r) + "\n" for r in records)
+            append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])
             report = {"args": vars(args), "results": results}
-            run.write_whole(out / "results.json", json.dumps(report, indent=2) + "\n")
+            write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
     if dist.get_rank() == 0:
-        print(table(results))
+        print(table(results, args.temperature))
         print(f"every sample: {out / 'samples.jsonl'}")
     dist.destroy_process_group()
 

@@ -17,10 +17,10 @@ import pandas
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
+from matplotlib.ticker import MaxNLocator
 
-from data import read_rows, require
-from engine.cli import Parser, run_script
-from engine.run import read_flags
+from engine.cli import Parser, require, run_script
+from engine.files import read_flags, read_rows
 
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may hold a $
@@ -38,18 +38,24 @@ def draw_group(group, out):
     """Fig. 2: R = (D^-1 W) P for one question. A row is a sample's answer, a column a sample's
     solution; both are sorted by reward, so that answers from the same solutions form a block. P
     lies along the columns: a row of D^-1 W times it, cell by cell, adds up to the row's R."""
-    require("W" in group, "this group has no W: it was not rewarded by CER")
-    require(group["solutions"], "no sample of this group has an answer: there is nothing to draw")
+    require("log_W" in group, "this group has no matrices: its reward was not CER")
+    require(
+        group["columns"],
+        "no sample of this group has an answer: there is nothing to draw; docs/explore.html shows "
+        "its samples",
+    )
     R, answers = group["R"], group["answers"]
 
     def rank(i):  # the best first, equal answers side by side, those without an answer last
         return answers[i] is None, -R[i], answers[i] or "", i
 
     rows = sorted(range(len(R)), key=rank)
-    columns = sorted(group["solutions"], key=rank)
-    P = pandas.Series(group["P"], group["solutions"])[columns].to_numpy()[None]
-    W = pandas.DataFrame(group["W"], group["distinct_answers"], group["solutions"])
-    posterior = W.div(W.sum(axis=1).replace(0.0, 1.0), axis=0)
+    columns = sorted(group["columns"], key=rank)
+    P = numpy.exp(pandas.Series(group["log_P"], group["columns"])[columns].to_numpy())[None]
+    log_W = pandas.DataFrame(group["log_W"], group["distinct_answers"], group["columns"])
+    log_W = log_W.astype(float).fillna(-numpy.inf)  # null: not among the M solutions
+    W = numpy.exp(log_W.sub(log_W.max(axis=1), axis=0))  # each row times a constant, which cancels
+    posterior = W.div(W.sum(axis=1), axis=0)
     # A sample without an answer has no row in W: nan.
     posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
 
@@ -119,21 +125,30 @@ def shorten(text, most):
 PANELS = [  # (what metrics.jsonl calls it, drawn over, title)
     ("reward", "step", "mean reward"),
     ("pass_at_1", "step", "pass@1, held out"),
-    ("pass_at_1", "minutes", "pass@1, by time"),
+    ("pass_at_1", "minutes", "pass@1, by minutes"),
     ("exact_match", "step", "exact match with the reference"),
-    ("zero_advantage_groups", "step", "groups that teach nothing"),
+    ("zero_advantage_groups", "step", "zero-advantage groups"),
+    ("answered", "step", "samples with an answer"),
+    ("truncated", "step", "samples that were cut off"),
     ("entropy", "step", "entropy, nats a token"),
 ]
 
 
 def draw_curves(runs, out, window=10):
-    """Six panels. Runs whose flags differ in the seed alone are drawn as their mean and range; what
-    is logged at every step is the mean of the last `window` steps."""
+    """A panel for each number that the runs have. Runs whose flags differ in the seed alone are
+    drawn as their mean and range. What is logged at every step is the mean of the last `window`
+    steps."""
     groups = {}
     for run, name in zip(runs, names_of([read_flags(run) for run in runs])):
         groups.setdefault(name, []).append(read_metrics(run))
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6))
-    for (key, over, title), axis in zip(PANELS, axes.flat):
+    there = {key for members in groups.values() for lines in members for key in lines}
+    panels = [panel for panel in PANELS if panel[0] in there]
+    columns = min(4, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for (key, over, title), axis in zip(panels, axes.flat):
         smooth = 1 if key == "pass_at_1" else window
         for number, (name, members) in enumerate(groups.items()):
             curves = [lines[key].dropna() for lines in members if key in lines]
@@ -146,15 +161,17 @@ def draw_curves(runs, out, window=10):
                 x = pandas.concat([lines.minutes for lines in members], axis=1).mean(axis=1)[x]
             colour = COLOURS[number % len(COLOURS)]
             dashes = "-" if number < len(COLOURS) else "--"
-            axis.plot(x, seeds.mean(axis=1), dashes, label=name, color=colour)
+            marker = "o" if len(seeds) == 1 else None
+            axis.plot(x, seeds.mean(axis=1), dashes, label=name, color=colour, marker=marker)
             low, high = seeds.min(axis=1), seeds.max(axis=1)
             axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=over == "step"))
         axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncol=7, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.legend(handles, labels, loc="upper center", ncol=columns, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / (3 * rows) * math.ceil(len(groups) / columns)))
     save(figure, out)
 
 
@@ -176,6 +193,7 @@ def names_of(flags):
     """A name for each run: its reward, and whatever else the runs do not share, but for the
     seed."""
     table = pandas.DataFrame(flags).drop(columns=["seed", "verifier_model"], errors="ignore")
+    table = table.map(lambda value: Path(value).name if isinstance(value, str) else value)
     differ = [k for k in table if k != "reward" and table[k].map(repr).nunique() > 1]
     return [", ".join([row["reward"], *(f"{k} {row[k]}" for k in differ)]) for row in flags]
 
@@ -190,7 +208,7 @@ def main():
     parser = Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
     parser.add_argument("--question", type=int, metavar="K", help="the K-th group of samples.jsonl")
-    parser.add_argument("--out", help="the picture (default: in the first RUN)")
+    parser.add_argument("--out", help="the picture, .svg, .png or .pdf (default: in the first RUN)")
     args = parser.parse_args()
     runs = [Path(run) for run in args.runs]
     default = "curves.svg" if args.question is None else f"question-{args.question}.svg"

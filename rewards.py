@@ -1,92 +1,91 @@
-"""The paper's six rewards by name, and the verifiers: what counts as right.
+"""The paper's six rewards by name.
 
-A reward takes a step's rollouts and yields, for one question after the other, R [N] in [0, 1] and a
-record for samples.jsonl: CER's matrices, or a verifier's verdicts. A sample without an answer (no
-closed box) earns 0 from every reward.
+A reward takes the groups of a step and returns R [B, N], in [0, 1], and for each group a record for
+samples.jsonl: CER's matrices, or a verifier's verdicts. By keyword it takes what it needs: the
+actor, its tokenizer, M, or the verifier's model. A sample without an answer (no closed box) gets
+reward 0 from every reward.
 """
 
-import logging
-import time
-from dataclasses import dataclass
-
 import torch
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse
-from math_verify import verify as math_verify_equal
 
-import toy
-from cer import answer_logprobs, reward_group, score_rollout
+import cer
+from engine.cli import short_progress
 from engine.sampling import generate
+from verifiers import verdict
 
 
-@dataclass(frozen=True)
-class Judge:
-    """What a reward may need beside the rollouts: the actor (CER asks the policy itself), M, and
-    the verifier's model and tokenizer."""
-
-    model: torch.nn.Module = None
-    tokenizer: object = None
-    M: int = 1
-    verifier: tuple | None = None
-
-
-def conditional_expectation(rollouts, judge):
-    """Conditional Expectation Reward, R = D^-1 W P (Eq. 8)."""
-    for rollout in rollouts:
-        R, group = reward_group(score_rollout(judge.model, judge.tokenizer, rollout), judge.M)
-        matrices = {"W": group.log_W.exp().tolist(), "P": group.log_P.exp().tolist()}
-        names = {"distinct_answers": group.distinct_answers, "solutions": group.solutions}
-        yield R, names | matrices
-
-
-def exact_match(rollouts, judge):
-    """1 where the answer is the reference letter for letter."""
-    for rollout in rollouts:
-        a_star = rollout.problem.reference
-        yield torch.tensor([float(answer == a_star) for answer in rollout.answers]), {}
+def conditional_expectation(groups, *, actor, tokenizer, M, **_):
+    """Conditional Expectation Reward, R = D^-1 W P (Eq. 8). The actor itself is the judge."""
+    R, records = [], []
+    for group in short_progress("reward", groups, unit="question"):
+        a_star = group.problem.reference
+        R_group, matrices = cer.rewards(
+            actor, tokenizer, group.prompt, group.completions, a_star, M
+        )
+        R.append(R_group)
+        # JSON has no infinity: null for a solution that is not among the M.
+        log_W = [[x if x > -torch.inf else None for x in row] for row in matrices.log_W.tolist()]
+        records.append(
+            {
+                "distinct_answers": matrices.answers,
+                "columns": matrices.columns,
+                "log_W": log_W,
+                "log_P": matrices.log_P.tolist(),
+            }
+        )
+    return torch.stack(R), records
 
 
-def rule(rollouts, judge):
+def exact_match(groups, **_):
+    """1 where the answer is the reference verbatim."""
+    return as_rewards([[a == group.problem.reference for a in group.answers] for group in groups])
+
+
+def rule(groups, **_):
     """1 where the data set's own verifier accepts the answer."""
-    for rollout in rollouts:
-        samples = zip(rollout.texts, rollout.answers)
-        yield from_verdicts([verdict(rollout.problem, text, answer) for text, answer in samples])
+    return from_verdicts([[verdict(g.problem, a) for a in g.answers] for g in groups])
 
 
-def rule_and_cer(rollouts, judge):
+def rule_and_cer(groups, **models):
     """The plain average of rule and CER."""
-    both = zip(rule(rollouts, judge), conditional_expectation(rollouts, judge))
-    for (R_rule, verdicts), (R_cer, matrices) in both:
-        yield (R_rule + R_cer) / 2, verdicts | matrices
+    R_rule, verdicts = rule(groups)
+    R_cer, matrices = conditional_expectation(groups, **models)
+    return (R_rule + R_cer) / 2, [a | b for a, b in zip(verdicts, matrices)]
 
 
-def verifree(rollouts, judge):
-    """VeriFree: R_i = pi(a*|s_i, q), whatever was answered (that there is an answer shows where the
+def verifree(groups, *, actor, tokenizer, **_):
+    """VeriFree: R_i = pi(a*|s_i, q), whatever the answer was (that there is one shows where the
     solution ends). The update then teaches a* in the answer's place: rloo.verifree_rows."""
-    for rollout in rollouts:
-        contexts, a_star = [rollout.context(i) for i in rollout.answered], rollout.problem.reference
-        log_P = answer_logprobs(judge.model, judge.tokenizer, contexts, [a_star])[0]
-        R = torch.zeros(len(rollout.answers))
-        R[rollout.answered] = log_P.exp().cpu()
-        yield R, {}
+    R = torch.zeros(len(groups), len(groups[0].answers))
+    for R_group, group in zip(R, short_progress("reward", groups, unit="question")):
+        answered = [i for i, answer in enumerate(group.answers) if answer is not None]
+        contexts, a_star = [group.context(i) for i in answered], group.problem.reference
+        log_P = cer.answer_logprobs(actor, tokenizer, contexts, [a_star])[0]
+        R_group[answered] = log_P.exp().cpu()
+    return R, [{} for _ in groups]
 
 
-def general_verifier(rollouts, judge):
+def general_verifier(groups, *, verifier, **_):
     """1 where another language model finds the answer equal to the reference. It is asked once for
     each distinct (question, reference, answer) of the step, in one batch."""
     asked = [
-        [None if a is None else (r.problem.question, r.problem.reference, a) for a in r.answers]
-        for r in rollouts
+        [None if a is None else (g.problem.question, g.problem.reference, a) for a in g.answers]
+        for g in groups
     ]
     distinct = list(dict.fromkeys(triple for triples in asked for triple in triples if triple))
-    verdict_on = dict(zip(distinct, ask(judge.verifier, distinct)))
-    for triples in asked:
-        yield from_verdicts([verdict_on.get(triple) for triple in triples])
+    verdict_on = dict(zip(distinct, ask(verifier, distinct)))
+    return from_verdicts([[verdict_on.get(triple) for triple in triples] for triples in asked])
+
+
+def as_rewards(right):
+    """Whether each sample is right, B lists of N -> R [B, N] and empty records."""
+    return torch.tensor(right, dtype=torch.float32), [{} for _ in right]
 
 
 def from_verdicts(verdicts):
-    """Verdicts on the samples, None without an answer -> R [N], 1 where "right", and the record."""
-    return torch.tensor([float(said == "right") for said in verdicts]), {"verdicts": verdicts}
+    """Verdicts on the samples, B lists of N, None without an answer -> R [B, N], records."""
+    R, _ = as_rewards([[said == "right" for said in of_group] for of_group in verdicts])
+    return R, [{"verdicts": of_group} for of_group in verdicts]
 
 
 REWARDS = {
@@ -101,8 +100,8 @@ REWARDS = {
 
 # --------------------------------------------------------------------------------- General-verifier
 
-VERIFIER_TOKENS = 1024  # that it may think
-# Word for word what TIGER-Lab/general-verifier was trained on; it is not a chat.
+VERIFIER_TOKENS = 1024  # of its reply, at most
+# The prompt that TIGER-Lab/general-verifier was trained on, verbatim; it is not a chat.
 VERIFIER_PROMPT = """\
 User: ### Question: {question}
 
@@ -120,7 +119,7 @@ incorrect, output "Final Decision: No". Assistant:"""
 
 def ask(verifier, triples):
     """(question, reference, answer) triples -> a verdict on each: "right", "wrong" or
-    "undecided". Greedy."""
+    "undecided". verifier: (model, tokenizer). Greedy."""
     model, tokenizer = verifier
     texts = [VERIFIER_PROMPT.format(question=q, reference=r, answer=a) for q, r, a in triples]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
@@ -133,57 +132,3 @@ def decision(output):
     if "Final Decision: Yes" in output:
         return "right"
     return "wrong" if "Final Decision: No" in output else "undecided"
-
-
-# ------------------------------------------------------------------------------------------- rules
-
-
-def verdict(problem, text, answer):
-    """The data set's own verifier: math-verify, equality of the letter, or the toy's rule.
-
-    -> "right" or "wrong", and from math-verify also "unparsed" or "timeout"; None without an
-    answer. As the authors do, math-verify reads the last 512 characters of the text.
-    """
-    if answer is None:
-        return None
-    if problem.kind == "math":
-        return math_verify(problem.reference, text)
-    same = toy.same_digits if problem.kind == "toy" else str.__eq__
-    return "right" if same(answer, problem.reference) else "wrong"
-
-
-def is_correct(problem, text, answer):
-    """What pass@1 counts: the verifier's verdict, and on the toy, whose ground truth we know, the
-    number itself."""
-    if problem.kind == "toy":
-        return answer is not None and toy.value_of(answer) == toy.value_of(problem.reference)
-    return verdict(problem, text, answer) == "right"
-
-
-# math-verify as the paper's authors set it up; the seconds are its own default.
-MATH_VERIFY_SECONDS = 5
-BOXED_LATEX = [
-    LatexExtractionConfig(
-        boxed_match_priority=0,
-        try_extract_without_anchor=True,
-        normalization_config=NormalizationConfig(
-            basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all"
-        ),
-    )
-]
-
-
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a time-out is no news: it is counted
-
-
-def math_verify(reference, text):
-    start = time.perf_counter()
-    gold = parse(rf"\boxed{{{reference}}}", BOXED_LATEX, extraction_mode="first_match")
-    prediction = parse(text[-512:], BOXED_LATEX, extraction_mode="first_match")
-    if math_verify_equal(gold, prediction, timeout_seconds=MATH_VERIFY_SECONDS):
-        return "right"
-    if time.perf_counter() - start >= MATH_VERIFY_SECONDS:  # of all three calls: an upper bound
-        return "timeout"
-    # What could not be read as mathematics is left as text, and text equals only the same text.
-    both_read = all(any(not isinstance(e, str) for e in found) for found in (gold, prediction))
-    return "wrong" if both_read else "unparsed"

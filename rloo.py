@@ -1,8 +1,9 @@
 """REINFORCE with a leave-one-out baseline (section 3.1): from rewards to one optimizer step.
 
-The N samples of one question are each other's baseline. With one update per batch, on the weights
-that sampled it, the importance ratio pi_theta / pi_old is 1 (up to rounding): so there are no old
-log-probabilities, no clipping, and the gradient of -A log pi is the whole of the policy gradient.
+The baseline of a sample is the mean reward of the other samples of its question. There is one
+update per batch, on the weights that sampled it, so the importance ratio pi_theta / pi_old is 1 (up
+to rounding). Hence there are no old log-probabilities and no clipping, and the gradient of
+-A log pi is the whole policy gradient.
 """
 
 import math
@@ -11,19 +12,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from engine.cli import progress
-from engine.run import compute_device
 from engine.tokens import batches, pad, vocabulary
 
 
 def leave_one_out(R):
-    """R [N] -> A [N], A_i = R_i - mean of the other rewards. N >= 2; [..., N] works too.
+    """R [..., N] -> A [..., N], A_i = R_i - mean of the other rewards. N >= 2, or ValueError.
 
     >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0]))
     tensor([ 1.0000, -0.5000, -0.5000])
 
-    An advantage that is rounding is 0. That is judged against the group's own rewards: those of a
-    long reference may all be near 1e-9, and still tell its samples apart.
+    Advantages within rounding error of 0 are set to 0. The tolerance is relative to the group's
+    largest reward: the rewards of a long reference may all be near 1e-9 and still differ.
     """
     N = R.shape[-1]
     if N < 2:
@@ -36,37 +35,40 @@ def leave_one_out(R):
 
 
 @dataclass(frozen=True)
-class Row:
-    """One training row. The loss is -sum(weights * log pi(ids)), with one weight for each token."""
+class TrainingRow:
+    """What the loss sees of one sample: -sum(weights * log pi(ids)), one weight for each token."""
 
     ids: list[int]
     weights: list[float]
 
 
-def rloo_rows(rollout, R, A, tokenizer):
-    """The rows of one question: every sampled token of sample i weighs A_i, what follows the box
-    included; the prompt's tokens weigh nothing."""
-    prompt = rollout.prompt
-    for ids, A_i in zip(rollout.completions, A.tolist()):
-        yield Row(prompt + ids, [0.0] * len(prompt) + [A_i] * len(ids))
+def rloo_rows(group, R, A, tokenizer):
+    """The training rows of one question: every sampled token of sample i has weight A_i, those
+    after the box included; the prompt's tokens have weight 0. R, A [N] -> N rows."""
+    return [
+        TrainingRow(group.prompt + ids, [0.0] * len(group.prompt) + [A_i] * len(ids))
+        for ids, A_i in zip(group.completions, A.tolist())
+    ]
 
 
-def verifree_rows(rollout, R, A, tokenizer):
-    """VeriFree's rows: after the solution come the reference's tokens, "{a*}" as the tokenizer
-    spells it, instead of the answer that was sampled. The solution's tokens weigh A_i, the
-    reference's R_i = pi(a*|s_i):
+def verifree_rows(group, R, A, tokenizer):
+    """VeriFree's training rows: the solution is followed by the reference's tokens, "{a*}", in
+    place of the sampled answer. The solution's tokens have weight A_i, the reference's R_i =
+    pi(a*|s_i):
 
         grad E[ pi(a*|s) ] = E[ pi(a*|s) grad log pi(s) + pi(a*|s) grad log pi(a*|s) ]
 
-    R_i counts every token that closes the box; what is taught is one spelling.
+    R_i is a sum over all tokens that can close the box. The row closes it with the text of the
+    token that closed the sample's own box: such tokens come as often as the model uses them.
     """
-    prompt, reference = rollout.prompt, "{" + rollout.problem.reference + "}"
-    reference = vocabulary(tokenizer).encode(reference)
-    samples = zip(rollout.completions, rollout.cuts, rollout.answers, R.tolist(), A.tolist())
-    for ids, cut, answer, R_i, A_i in samples:
-        taught = [] if answer is None else reference
-        weights = [0.0] * len(prompt) + [A_i] * cut + [R_i] * len(taught)
-        yield Row(prompt + ids[:cut] + taught, weights)
+    vocab, rows = vocabulary(tokenizer), []
+    for i, (R_i, A_i) in enumerate(zip(R.tolist(), A.tolist())):
+        reference = []
+        if box := vocab.locate_answer(group.completions[i]):
+            reference = vocab.encode("{" + group.problem.reference + box.closing)
+        weights = [0.0] * len(group.prompt) + [A_i] * group.solution_lengths[i]
+        rows.append(TrainingRow(group.context(i) + reference, weights + [R_i] * len(reference)))
+    return rows
 
 
 # ------------------------------------------------------------------------------ the optimizer step
@@ -82,24 +84,22 @@ def policy_gradient_loss(logprobs, weights):
     return -(weights.detach() * logprobs).sum()
 
 
-def update(policy, optimizer, rows, lr, microbatch_tokens):
+def update(policy, optimizer, rows, lr, microbatch_tokens, progress=iter):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
-    If the gradient is not finite, nothing is changed."""
-    device, world, samples = compute_device(), dist.get_world_size(), len(rows)
-    # A sample that earned what the others did teaches nothing. If none of them teaches, one is kept
-    # for a gradient of 0, with which Adam's step, its momentum, still goes on.
+    If the gradient is not finite, nothing is changed. progress: wraps the list of micro-batches."""
+    world, samples = dist.get_world_size(), len(rows)
+    # A row whose weights are all 0 has no gradient. If every row is like that, keep one, so that
+    # the optimizer still takes its momentum step.
     rows = [row for row in rows if any(row.weights)] or rows[:1]
-    loss = torch.zeros((), device=device)
-    bar = progress("update", total=len(rows), unit="row")
+    loss = torch.zeros((), device=policy.device)
     todo = list(microbatches(rows, microbatch_tokens))
-    for number, (ids, weights) in enumerate(todo, start=1):
+    for number, (ids, weights) in enumerate(progress(todo), start=1):
+        ids, weights = ids.to(policy.device), weights.to(policy.device)  # [b, L] each
         policy.set_requires_gradient_sync(policy.sync_every_batch or number == len(todo))
-        logprobs = policy.logprobs(ids.to(device))
-        part = policy_gradient_loss(logprobs, weights.to(device)) / samples
+        logprobs = policy(ids, weights != 0)  # of the tokens that have a weight
+        part = policy_gradient_loss(logprobs, weights[weights != 0]) / samples
         (part * world).backward()  # FSDP averages gradients over the ranks, and this is a sum
         loss = loss + part.detach()
-        bar.update(len(ids) * world)
-    bar.close()
     dist.all_reduce(loss)
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
     for group in optimizer.param_groups:
@@ -118,9 +118,8 @@ def microbatches(rows, token_budget):
     batches of nearly equal size, as FSDP's collective calls need, and hardly anything is padding.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    blank = Row(rows[0].ids[:1], [0.0])
+    blank = TrainingRow(rows[0].ids[:1], [0.0])
     rows = sorted(rows + [blank] * (-len(rows) % world), key=lambda row: len(row.ids))
     mine, longest = rows[rank::world], [len(row.ids) for row in rows[world - 1 :: world]]
-    for start, end in batches(longest, token_budget):
-        batch = mine[start:end]
-        yield pad([row.ids for row in batch]), pad([row.weights for row in batch])
+    for batch in batches(longest, token_budget):
+        yield pad([mine[i].ids for i in batch]), pad([mine[i].weights for i in batch])

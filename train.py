@@ -17,16 +17,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
+import report
 import toy
-from data import InputError, load_problems, require
+from data import HUB, TOY, load_problems
 from engine import cli, run
-from engine.policy import copy_weights, load, load_model, require_room, shard
-from engine.sampling import encode_prompt, sample
+from engine.cli import InputError, require
+from engine.files import read_flags
+from engine.policy import Policy, copy_weights, load, load_model, plan_memory
 from evaluate import evaluate
-from rewards import REWARDS, Judge
+from rewards import REWARDS
 from rloo import leave_one_out, rloo_rows, update, verifree_rows
+from rollout import encode_prompt, sample
 
 logger = logging.getLogger("train")
 
@@ -34,64 +36,91 @@ logger = logging.getLogger("train")
 # -------------------------------------------------------------------------------------------- flags
 
 
-# What a resumed run may not change, or it would be another run.
-IDENTITY = "model dataset reward questions samples m max_prompt_tokens max_new_tokens seed".split()
-IDENTITY += ["lr", "lr_end"]
+def make_parser():
+    """The flags, with the paper's values as defaults."""
+    parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
+    count, names = cli.number(int, 1), ", ".join([*TOY, *HUB])
+    add = parser.add_argument_group("what is trained, on what, by which reward").add_argument
+    add("--model", help="Hugging Face id or directory; without it the toy's model is made here")
+    add(
+        "--dataset",
+        help=f"one of {names}; or a .jsonl, .json or .parquet file with the columns question and "
+        "answer (docs/running.md). Without it: toy, or math7.5k if --model is given",
+    )
+    add("--reward", default="cer", choices=REWARDS, help="reward function")
+    add(
+        "--verifier-model",
+        default="TIGER-Lab/general-verifier",
+        help="Hugging Face id or directory of the model behind --reward general-verifier",
+    )
+    add = parser.add_argument_group("the batch (section 4.1)").add_argument
+    add("--questions", type=count, default=32, help="B, questions in a step, over all ranks")
+    add("--samples", type=cli.number(int, 2), default=16, help="N, samples of each question")
+    add("--m", type=count, help="M, solutions that a CER averages over; without it N")
+    add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
+    add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
+    add = parser.add_argument_group("optimization").add_argument
+    add("--lr", type=cli.number(float, 1e-12), default=1e-6, help="learning rate of Adam")
+    add(
+        "--lr-end",
+        type=cli.number(float, 0, 1),
+        default=1.0,
+        help="share of --lr that is left at the last step; the decay is linear",
+    )
+    add("--epochs", type=count, help="passes over the data; without it 1 for webinstruct, else 5")
+    add("--steps", type=count, help="optimizer steps, in place of --epochs")
+    add(
+        "--microbatch-tokens",
+        type=count,
+        help="tokens in one forward and backward pass; without it as many as fit, at most 16384",
+    )
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="keep policy and Adam in the CPU's memory (slower), which happens by itself if they "
+        "do not fit on the GPU",
+    )
+    add("--seed", type=int, default=0, help="of the data order and of the samples")
+    group = parser.add_argument_group("evaluation: before the first step, on the way, at the end")
+    add = group.add_argument
+    add("--eval-dataset", help="a name or a file, as for --dataset; without it no evaluation")
+    add("--eval-every", type=count, default=50, help="steps between two evaluations")
+    add("--eval-limit", type=count, help="evaluate on the first so many questions only")
+    add("--eval-runs", type=count, default=1, help="evaluation samples of each question")
+    cli.add_sampling(group, "eval-")
+    add = parser.add_argument_group("files").add_argument
+    add("--out", help="new directory for the run; without it runs/TIME-DATASET-REWARD")
+    add("--save-every", type=count, default=100, help="steps between checkpoints; the last is kept")
+    add("--keep", type=count, default=3, help="checkpoints to keep; older ones are deleted")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    return parser
+
+
+# Flags that a resumed run may not change, because it would be another run.
+IDENTITY = "model dataset reward verifier_model questions samples m max_prompt_tokens".split()
+IDENTITY += "max_new_tokens seed lr lr_end".split()
 
 
 def parse_args():
-    """A flag has the value given on the command line; else that of the run to resume, or of the
-    toy; else the paper's. (The first look at the command line decides the defaults of the second.)
-    """
-    parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
-    add, count = parser.add_argument, cli.number(int, 1)
-    # what is trained, on what, by which reward
-    add("--model", help="Hugging Face id or directory (default: the toy's, warm-started here)")
-    add("--dataset", help="data set by name or file (default: toy; with --model math7.5k)")
-    add("--reward", default="cer", choices=REWARDS, help="how samples are paid")
-    add("--verifier-model", default="TIGER-Lab/general-verifier", help="id or directory")
-    # the batch
-    add("--questions", type=count, default=32, help="B, questions a step, over all ranks")
-    add("--samples", type=cli.number(int, 2), default=16, help="N, samples of each question")
-    add("--m", type=count, help="M, solutions that a CER averages over (default: N)")
-    add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
-    add("--max-new-tokens", type=count, default=4096, help="samples are cut off here")
-    # optimisation
-    add("--lr", type=cli.number(float, 1e-12), default=1e-6, help="learning rate of Adam")
-    add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="share of --lr left at the end")
-    add("--epochs", type=count, help="(default: the paper's, 1 for webinstruct and 5 otherwise)")
-    add("--steps", type=count, help="optimizer steps, instead of --epochs")
-    add("--microbatch-tokens", type=count, default=16384, help="in one forward and backward pass")
-    add("--cpu-offload", action="store_true", help="policy and Adam in the CPU's memory (slower)")
-    add("--seed", type=int, default=0, help="of the data order and the samples")
-    # evaluation: at the start, every so many steps, and at the end
-    add("--eval-dataset", help="data set by name or file (default: none)")
-    add("--eval-every", type=count, default=50, help="steps")
-    add("--eval-limit", type=count, help="only the first so many questions")
-    add("--eval-runs", type=count, default=1, help="samples of each question")
-    cli.add_sampling(parser, "eval-")
-    # files
-    add("--out", help="directory of the run (default: runs/TIME-DATASET-REWARD)")
-    add("--save-every", type=count, default=100, help="steps; the last step is always saved")
-    add("--keep", type=count, default=3, help="checkpoints to keep; older ones are deleted")
-    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
-
-    args, saved = parser.parse_args(), {}
-    if args.resume:
-        require(args.out, "--resume needs --out, the run to go on with")
-        saved = run.read_flags(args.out)
-        parser.set_defaults(**saved)
-    elif args.dataset == "toy" or not (args.dataset or args.model):
-        learning_rate = {} if args.model else toy.LEARNING_RATE
-        parser.set_defaults(dataset="toy", **toy.SIZES, **toy.EVALUATION, **learning_rate)
-    if args.epochs:
-        parser.set_defaults(steps=None)
+    """The value of a flag is the one given on the command line; else that of the run to resume, or
+    the toy's; else the paper's."""
+    parser = make_parser()
+    given, saved = parser.parse_args(), {}
+    if given.resume:
+        require(given.out, "--resume needs --out, the run to go on with")
+        saved = read_flags(given.out)
+    elif given.dataset == "toy" or not (given.dataset or given.model):
+        saved = {"dataset": "toy", **toy.FLAGS, **({} if given.model else toy.LEARNING_RATE)}
+    if given.epochs:
+        saved["steps"] = None
+    parser.set_defaults(**saved)
     args = parser.parse_args()
     args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples
     if args.resume:
-        pairs = [(name, saved.get(name), getattr(args, name)) for name in IDENTITY]
+        fixed = IDENTITY + (["steps", "epochs"] if args.lr_end != 1 else [])  # they set the rate
+        pairs = [(name, saved.get(name), getattr(args, name)) for name in fixed]
         changed = [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
         require(not changed, f"--resume goes on with the run as it was, but {', '.join(changed)}")
     require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
@@ -109,109 +138,131 @@ def main():
     device = run.init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
     name = f"{Path(args.dataset).stem}-{args.reward}"
-    out = Path(args.out) if args.resume else run.new_directory(args.out, name)
+    out = Path(args.out) if args.resume else run.output_directory(args.out, name)
     require(args.questions >= world, f"--questions {args.questions}: fewer than {world} ranks")
+
+    # Data and models: the actor samples and judges, the policy is trained.
     problems = load_problems(args.dataset)
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
     model = args.model or toy_model(out, args.seed)
     actor, tokenizer = load(model, device)
+    verifier = None
+    if args.reward == "general-verifier":
+        verifier = load(args.verifier_model, device, check=False)
     questions = with_prompts(problems, tokenizer, args)
-    needs_verifier = args.reward == "general-verifier"
-    verifier = load(args.verifier_model, device, check=False) if needs_verifier else None
     longest_row = max(len(prompt) for _, prompt in questions) + args.max_new_tokens
-    # of what the actor and the verifier leave free
-    require_room(actor, args.microbatch_tokens, longest_row, args.cpu_offload)
-    policy = shard(load_model(model, "cpu", torch.float32), args.cpu_offload)
-    # fused: the other ways hold a copy of one moment for a step, 4 bytes a parameter
-    adam = {"lr": args.lr, "weight_decay": 0.0, "fused": torch.cuda.is_available()}
-    optimizer = torch.optim.AdamW(policy.parameters(), **adam)
-    judge = Judge(actor, tokenizer, args.m, verifier)
-    rows_of = verifree_rows if args.reward == "verifree" else rloo_rows
-
+    microbatch_tokens, offload, memory = plan_memory(
+        actor, longest_row, args.microbatch_tokens, args.cpu_offload
+    )
+    policy = Policy(load_model(model, "cpu", torch.float32), offload)
+    # fused: the other implementations copy one moment for a step, 4 bytes a parameter
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.lr, weight_decay=0.0, fused=torch.cuda.is_available()
+    )
     last_step = args.steps or max(1, args.epochs * len(questions) // args.questions)
     first_step = 1 + (run.load_checkpoint(out, policy, optimizer) if args.resume else 0)
-    require(first_step <= last_step, f"--resume: the run in {out} is complete")
+    require(first_step <= last_step, f"the run in {out} is complete at step {last_step}: {HOW_ON}")
     copy_weights(policy, actor)
-    files = run.RunFiles(out, args, first_step) if rank == 0 else None
-    stop, not_finite = run.StopRequest(), 0
-    todo = dict(initial=first_step - 1, total=last_step)
-    with tqdm(**todo, desc=args.reward, unit="step", disable=rank > 0) as bar:
+
+    reward = functools.partial(
+        REWARDS[args.reward], actor=actor, tokenizer=tokenizer, M=args.m, verifier=verifier
+    )
+    rows_of = verifree_rows if args.reward == "verifree" else rloo_rows
+    for line in report.header(args, actor, problems, last_step, memory) if rank == 0 else ():
+        logger.info(line)
+    log, skipped = report.Report(out, args, first_step, last_step), 0
+    with run.StopRequest() as stop:
         if args.eval_dataset and first_step == 1:
-            line = {"step": 0, **evaluation(actor, tokenizer, eval_problems, args)}
-            if files:
-                files.log(line, bar)
+            log.log({"step": 0, **evaluation(actor, tokenizer, eval_problems, args)})
         for step in range(first_step, last_step + 1):
             run.seed_everything(args.seed, step)
-            clock = [time.perf_counter()]
+            times = [time.perf_counter()]
 
-            # 1. Sample: N solutions, each with an answer, to each of the B questions.
+            # 1. Sample: N solutions, each with an answer, to each of this rank's B questions.
             batch = questions_of(step, questions, args)[rank::world]
-            rollouts = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
-            clock.append(time.perf_counter())
+            groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
+            times.append(time.perf_counter())
 
-            # 2. Reward: R [N] for each question. The policy itself is the judge; no gradient here.
-            judged = REWARDS[args.reward](rollouts, judge)
-            rewards, records = zip(*cli.progress("reward", judged, total=len(rollouts)))
-            clock.append(time.perf_counter())
+            # 2. Reward: R [B, N]. The policy itself is the judge; no gradient flows through R.
+            R, records = reward(groups)
+            times.append(time.perf_counter())
 
-            # 3. Leave-one-out: A [N] for each question.
-            advantages = [leave_one_out(R) for R in rewards]
+            # 3. Leave-one-out: A [B, N].
+            A = leave_one_out(R)
 
             # 4. Update: one optimizer step on the samples of all ranks.
-            groups = list(zip(rollouts, rewards, advantages))
-            rows = run.gather([row for group in groups for row in rows_of(*group, tokenizer)])
+            rows = [row for each in zip(groups, R, A) for row in rows_of(*each, tokenizer)]
             lr = args.lr * (1 - (1 - args.lr_end) * (step - 1) / max(1, last_step - 1))
-            loss, grad_norm = update(policy, optimizer, rows, lr, args.microbatch_tokens)
+            loss, grad_norm = update(
+                policy, optimizer, run.all_gather(rows), lr, microbatch_tokens, UPDATE_BAR
+            )
             copy_weights(policy, actor)
-            clock.append(time.perf_counter())
-            not_finite = 0 if math.isfinite(grad_norm) else not_finite + 1
+            times.append(time.perf_counter())
 
-            # 5. Report.
-            described = [run.describe(*group, record) for group, record in zip(groups, records)]
-            line = {"step": step, **run.means(run.gather(described))}
+            # 5. Report, evaluate, save.
+            numbers = [report.describe(*each) for each in zip(groups, R, A, records)]
+            line = {"step": step, **report.means(run.all_gather(numbers))}
             line |= {"loss": loss, "grad_norm": grad_norm, "lr": lr}
-            line |= {"updates_skipped": int(not_finite > 0), **timing(clock, line, args)}
-            stopping = any(run.gather([stop.requested])) or not_finite == 3
-            evaluates = step == last_step or (step % args.eval_every == 0 and not stopping)
-            if args.eval_dataset and evaluates:
+            skipped = 0 if math.isfinite(grad_norm) else skipped + 1
+            line |= {"updates_skipped": int(skipped > 0), **timing(times, line, args)}
+            stopped_by = stop.on_any_rank()
+            stopping = stopped_by or skipped == 3
+            on_time = step % args.eval_every == 0 and not stopping
+            if args.eval_dataset and (step == last_step or on_time):
                 line |= evaluation(actor, tokenizer, eval_problems, args)
-            if files:
-                files.log(line, bar)
-                files.keep_samples(step, rollouts, rewards, records)
+            log.log(line)
+            log.keep_samples(step, groups, R, records)
             if stopping or step % args.save_every == 0 or step == last_step:
                 run.save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
-            bar.update()
-            if not_finite == 3:
-                raise InputError(
-                    f"the gradient was not finite in steps {step - 2} to {step}, whose updates "
-                    "were skipped. To go on from these weights with other flags: "
-                    f"--model {out}/checkpoints/step-{step} --lr LOWER"
-                )
             if stopping:
                 break
-    if files:
-        print(f"{args.reward} on {args.dataset}", *files.summary(step), sep="\n")
+    log.close()
+    if skipped == 3:
+        raise InputError(
+            f"the gradient was not finite in steps {step - 2} to {step}, whose updates were "
+            "skipped. To go on from these weights with other flags: "
+            f"--model {out}/checkpoints/step-{step} --lr LOWER"
+        )
+    if rank == 0:
+        stopped = f"stopped after step {step} of {last_step}; go on with: "
+        stopped += f"python train.py --resume --out {out}"
+        finished = [f"{args.reward} on {args.dataset}", *report.summary(out, step)]
+        print(stopped if step < last_step else "\n".join(finished))
     dist.destroy_process_group()
+    return 128 + stopped_by if step < last_step else 0
+
+
+HOW_ON = (
+    "a larger --steps would extend it, or, if its learning rate has decayed (--lr-end), a new run "
+    "with its last checkpoint as --model"
+)
+UPDATE_BAR = functools.partial(cli.short_progress, "update")
 
 
 def evaluation(actor, tokenizer, problems, args):
     settings = cli.sampling_settings(args, "eval_")
     summary, _ = evaluate(actor, tokenizer, problems, args.eval_runs, seed=args.seed, **settings)
-    return {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
+    return {
+        "pass_at_1": summary["pass_at_1"],
+        "pass_at_1_stderr": summary["stderr"],
+        "eval_exact_match": summary["exact_match"],
+    }
 
 
-def timing(clock, line, args):
-    seconds = [after - before for before, after in zip(clock, clock[1:])]
+def timing(times, line, args):
+    seconds = [after - before for before, after in zip(times, times[1:])]
     tokens = line["completion_tokens"] * args.samples * args.questions
-    seconds_of = dict(zip(("sample", "reward", "update"), seconds))
-    return {"seconds": seconds_of, "tokens_per_second": tokens / sum(seconds)}
+    return {
+        "seconds": dict(zip(("sample", "reward", "update"), seconds)),
+        "tokens_per_second": tokens / sum(seconds),
+    }
 
 
 # ------------------------------------------------------------------------------------------ set-up
 
 
 def toy_model(out, seed):
-    """The toy's own model in the run's directory, made at the run's beginning -> its path."""
+    """The toy's own model in the run's directory, made when the run begins -> its path."""
     torch.set_num_threads(1)  # so small that threads only wait for each other
     directory = out / "warm-start"
     if dist.get_rank() == 0 and not directory.exists():

@@ -1,6 +1,7 @@
-"""The command line: how the scripts take flags, show progress, and say what is wrong."""
+"""The command line: how the scripts take flags, show progress, and say what is wrong. No torch."""
 
 import argparse
+import difflib
 import errno
 import logging
 import os
@@ -9,28 +10,73 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
-from data import InputError
+# ------------------------------------------------------------------------------------ what is wrong
+
+
+class InputError(Exception):
+    """The user gave something wrong. The message is one line: what, where, and what would be
+    right. run_script prints it and exits with code 2."""
+
+
+def require(condition, message):
+    if not condition:
+        raise InputError(message)
+
+
+def first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def run_script(main):
+    """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
+    be written, a full disk and a full GPU become one line on stderr and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not a line for every retry
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except InputError as error:
+        message = str(error)
+    except OSError as error:
+        if not error.filename and error.errno != errno.ENOSPC:
+            raise
+        message = str(error)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
+            raise
+        message = f"{error} (--microbatch-tokens, --cpu-offload or more GPUs would help)"
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # If all ranks meet the same error, rank 0 prints it, and torchrun ends the others while
+        # they sleep. A rank that is still alive after 8 s failed alone and prints the error itself.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(8)
+    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
 
 # -------------------------------------------------------------------------------------------- flags
 
 
-class HelpWithDefaults(argparse.HelpFormatter):
+class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action):
-        none = any(action.default is value for value in (None, False, argparse.SUPPRESS))
-        return action.help + " (default: %(default)s)" * (not none)
+        has_default = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if has_default else action.help
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line too, and whose help names the defaults."""
+    """argparse with one-line errors, a suggestion for a mistyped flag, and defaults in the help."""
 
     def __init__(self, **options):
-        super().__init__(formatter_class=HelpWithDefaults, **options)
+        super().__init__(formatter_class=HelpWithDefaults, allow_abbrev=False, **options)
 
     def error(self, message):
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.split()[2].split("=")[0]
+            close = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
         raise InputError(f"{message} (see --help)")
 
 
@@ -43,16 +89,16 @@ def number(kind, low, high=float("inf")):
             raise argparse.ArgumentTypeError(f"expected {low} to {high}, got {text}")
         return value
 
-    parse.__name__ = kind.__name__  # for argparse's message on what is no number
+    parse.__name__ = kind.__name__  # for argparse's message when the text is not a number
     return parse
 
 
 def add_sampling(parser, prefix=""):
-    """The settings of sampling in evaluation, the paper's by default."""
+    """The sampling settings of an evaluation, the paper's by default."""
     add = parser.add_argument
-    add(f"--{prefix}temperature", type=number(float, 0), default=0.6, help="0: greedy")
-    add(f"--{prefix}top-p", type=number(float, 1e-6, 1), default=0.95, help="1: all")
-    add(f"--{prefix}top-k", type=number(int, 0), default=20, help="0: all")
+    add(f"--{prefix}temperature", type=number(float, 0), default=0.6, help="0 is greedy")
+    add(f"--{prefix}top-p", type=number(float, 1e-6, 1), default=0.95, help="1 keeps all tokens")
+    add(f"--{prefix}top-k", type=number(int, 0), default=20, help="0 keeps all tokens")
 
 
 def sampling_settings(args, prefix=""):
@@ -63,36 +109,15 @@ def sampling_settings(args, prefix=""):
 # ----------------------------------------------------------------------------------------- progress
 
 
-def progress(name, iterable=None, total=None, unit="question"):
-    """A bar for one part of a step, on the first rank, shown if the part takes over ten seconds."""
-    options = dict(delay=10, leave=False, disable=dist.is_initialized() and dist.get_rank() > 0)
-    return tqdm(iterable, desc=name, total=total, unit=unit, **options)
+def is_first_rank():
+    return os.environ.get("RANK", "0") == "0"
 
 
-# ------------------------------------------------------------------------------------ what is wrong
+def progress(iterable=None, **options):
+    """tqdm's bar on a terminal; nothing in a file or on another rank than the first."""
+    return tqdm(iterable, dynamic_ncols=True, disable=None if is_first_rank() else True, **options)
 
 
-def run_script(main):
-    """Run a script's main(): what the user gave wrong, a file that cannot be written, a disk or a
-    GPU that is full become one line on stderr and exit code 2, without a traceback; Ctrl-C ends it
-    without one too."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not a line for every retry
-    try:
-        return main()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (InputError, OSError) as error:
-        is_file = getattr(error, "filename", None) or getattr(error, "errno", None) == errno.ENOSPC
-        if isinstance(error, OSError) and not is_file:
-            raise
-        message = str(error)
-    except torch.OutOfMemoryError as error:
-        message = f"{error} (--microbatch-tokens, --cpu-offload or more GPUs would help)"
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        # Mostly all ranks meet the same error, and rank 0 says so; torchrun then ends the others
-        # while they wait here. Who is still there after that is the only one to know.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(8)
-    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+def short_progress(name, iterable=None, **options):
+    """A bar for one part of a step, shown only if the part takes more than ten seconds."""
+    return progress(iterable, desc=name, delay=10, leave=False, **options)

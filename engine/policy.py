@@ -1,48 +1,47 @@
-"""The model: load it, check it, train it, copy it. Two copies of it serve one run:
+"""The model: load it, check it, train it, copy it. One run holds two copies of it:
 
-- the *policy* is trained: fp32 weights sharded over the ranks by FSDP2, bf16 compute. Adam at a
-  learning rate of 1e-6 moves bf16 weights almost never: the update is smaller than their rounding.
+- the *policy* is trained: fp32 weights sharded over the ranks by FSDP2, bf16 compute. At a learning
+  rate of 1e-6 Adam would hardly ever move bf16 weights: the step is smaller than their rounding.
 - the *actor* samples, scores, evaluates and is saved: a plain Hugging Face model in bf16 on every
-  rank, a copy of the policy made once a step, so that no rank waits for another meanwhile.
+  rank. It is copied from the policy once a step, so that ranks do not wait for each other while
+  they sample and score.
 
 On a CPU both compute in fp32.
 """
 
 import os
-import types
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from data import InputError, first_line, require
+from engine.cli import InputError, first_line, require
+from engine.files import checkpoints
 from engine.sampling import sampling_config
-from engine.tokens import vocabulary
+from engine.tokens import LOGITS_AT_ONCE, vocabulary
 
-# A base model ends its text with one token, a chat model its turn with another: stop on either.
+# A base model ends its text with one token, a chat model its turn with another: stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
-LOGITS_AT_ONCE = 1024  # tokens whose logits are held at a time, here and in scoring
 
 
 # ------------------------------------------------------------------------------------------ loading
 
 
 def load(name_or_dir, device, check=True):
-    """The actor or the verifier, in bf16 on a GPU and fp32 on a CPU -> (model, tokenizer).
-    check=False: a model that only has to generate, as the verifier does, may be of any layout."""
+    """The actor or the verifier, in bf16 on a GPU and in fp32 on a CPU -> (model, tokenizer).
+    check=False: the model only has to generate, as the verifier does, and may have any layout."""
+    if Path(name_or_dir).is_dir():
+        check_directory(Path(name_or_dir))
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
     on_gpu = torch.device(device).type == "cuda"
     model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
-    neutralise_generation(model, tokenizer)
+    reset_generation_config(model, tokenizer)
     if check:
         check_model(model, tokenizer)
     return model, tokenizer
@@ -54,20 +53,38 @@ def load_model(name_or_dir, device, dtype):
     return from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
 
 
+def check_directory(path):
+    """InputError that names what a local directory lacks, since the library's errors do not."""
+    runs = checkpoints(path)
+    require(
+        not runs, f"{path} is a run, not a model; its last checkpoint is {runs and runs[-1][1]}"
+    )
+    names = {file.name for file in path.iterdir()}
+    weights = {Path(name).suffix for name in names} & {".safetensors", ".bin", ".gguf"}
+    lacks = f"cannot load the model {path}: it has no"
+    others = f" ({', '.join(weights)} is not read)" if weights else ""
+    require(".safetensors" in weights or not weights, f"{lacks} safetensors weights{others}")
+    require("config.json" in names, f"{lacks} config.json")
+    require(weights, f"{lacks} safetensors weights")
+    has_tokenizer = names & {"tokenizer.json", "vocab.json", "tokenizer.model"}
+    require(has_tokenizer, f"{lacks} tokenizer.json")
+
+
 def from_pretrained(auto_class, name_or_dir, **options):
     try:
         return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
-    except Exception as error:  # broken files raise a dozen kinds
+    except Exception as error:  # the library raises errors of many types for broken files
+        where = "" if Path(name_or_dir).is_dir() else "no such directory, and "
         raise InputError(
-            f"cannot load the model {name_or_dir} ({first_line(error)}): expected a directory with "
-            "a config, a tokenizer and safetensors, or the id of one that the hub gives"
+            f"cannot load the model {name_or_dir} ({where}{first_line(error)}): expected a "
+            "directory with a config, a tokenizer and safetensors, or the id of one on the hub"
         ) from error
 
 
-def neutralise_generation(model, tokenizer):
-    """Replace the hub's generation settings (top-k 20, penalties): generate() would merge them into
-    ours. The ids of the embedding's last rows spell no token and are never sampled (a trained model
-    gives them next to no probability, so scores leave them in the softmax)."""
+def reset_generation_config(model, tokenizer):
+    """Drop the hub's generation settings (top-k 20, penalties), which generate() would merge into
+    ours. Embeddings are often padded past the vocabulary; those ids are never sampled. (A trained
+    model gives them next to no probability, so scoring leaves them in the softmax.)"""
     stops = model.generation_config.eos_token_id or []
     stops = {*([stops] if isinstance(stops, int) else stops), tokenizer.eos_token_id}
     stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
@@ -76,55 +93,91 @@ def neutralise_generation(model, tokenizer):
     rows = model.get_input_embeddings().weight.shape[0]
     model.generation_config = GenerationConfig(
         eos_token_id=stops,
-        pad_token_id=stops[0],  # only fills: what was sampled ends at the first stop
+        pad_token_id=stops[0],  # fills only: what was sampled ends at the first stop
         suppress_tokens=sorted(set(range(len(tokenizer), rows)).difference(stops)) or None,
     )
 
 
 @torch.no_grad()
 def check_model(model, tokenizer):
-    """What the method takes for granted, checked once on two sampled tokens: the sampler uses the
+    """Check once, on two sampled tokens, what the method takes for granted: the sampler uses the
     model's own distribution (temperature 1, nothing filtered), the logits are lm_head of the last
-    hidden state, and attention is over the whole context."""
-    kind, ids = model.config.model_type, len(tokenizer)
+    hidden state, and attention covers the whole context."""
+    name, ids = model.config.model_type, len(tokenizer)
+    encoder = name in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    require(not encoder, f"{name} is an encoder; expected a model that generates text")
     laid_out = hasattr(model, "lm_head") and hasattr(model.base_model, "layers")
-    require(laid_out, f"{kind}: not laid out as Llama, Qwen and most others are; not supported")
+    require(laid_out, f"{name}: not laid out as Llama, Qwen and most others are; not supported")
     dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     dropout = getattr(model.config, "attention_dropout", 0) or max(dropouts, default=0)
-    require(not dropout, f"{kind}: dropout must be 0, or training is not on-policy")
+    require(not dropout, f"{name}: dropout must be 0, or training is not on-policy")
     rows = model.get_input_embeddings().weight.shape[0]
     require(ids <= rows, f"the tokenizer has {ids} ids, more than the model has embeddings")
-    prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
-    looking = dict(return_dict_in_generate=True, output_logits=True, output_scores=True)
-    config = sampling_config(model, max_new_tokens=2, **looking)
+    try:
+        vocab = vocabulary(tokenizer)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    prompt = torch.tensor([vocab.encode(r"so \boxed")], device=model.device)
+    config = sampling_config(
+        model,
+        max_new_tokens=2,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+    )
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
     full_attention = {type(layer) for layer in out.past_key_values.layers} == {DynamicLayer}
-    require(full_attention, f"{kind}: only full attention is supported (no sliding window)")
+    require(full_attention, f"{name}: only full attention is supported (no sliding window)")
     for logits, scores in zip(out.logits, out.scores):
         unchanged = torch.equal(logits[:, :ids], scores[:, :ids])
-        require(unchanged, f"{kind}: generate() changes its logits; not supported")
+        require(unchanged, f"{name}: generate() changes its logits; not supported")
     hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
     difference = model.lm_head(hidden[:, -1]).float() - out.logits[0]
-    # bf16 rounds; a scale or a soft cap shows
+    # The limit allows for bf16 rounding; a scale or a soft cap on the logits exceeds it.
     alike = difference.norm() <= 0.1 * out.logits[0].norm()
-    require(alike, f"{kind}: its logits are not lm_head(hidden state); not supported")
+    require(alike, f"{name}: its logits are not lm_head(hidden state); not supported")
 
 
-def require_room(actor, microbatch_tokens, longest_row, cpu_offload):
-    """Refuse rows longer than the model's positions, and a run that cannot fit in memory, before
-    the policy is loaded beside the actor."""
+# ------------------------------------------------------------------------------------------- memory
+
+MOST_TOKENS = {"cuda": 16384, "cpu": 4096}  # of a micro-batch; a CPU gains nothing from larger ones
+
+
+def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
+    """How the policy will fit beside the actor -> (tokens in a micro-batch, CPU offload or not, a
+    sentence for the log). longest_row: tokens of the longest prompt and its completion.
+
+    By default a micro-batch holds as many tokens as fit, at least one row. If not even one row
+    fits, the policy and Adam move to the CPU's memory. InputError if that does not help, or if the
+    given flags do not fit, before the policy is loaded."""
     what = f"the longest prompt and --max-new-tokens are {longest_row} tokens"
     positions = getattr(actor.config, "max_position_embeddings", longest_row)
     require(longest_row <= positions, f"{what}, and the model knows {positions} positions")
-    tokens, free = max(microbatch_tokens, longest_row), free_memory()
-    needed = memory_needed(actor, tokens, cpu_offload)
-    smaller = memory_needed(actor, longest_row, cpu_offload) <= free
-    help = "more GPUs (torchrun), --cpu-offload or a smaller model"
-    require(
-        needed <= free,
-        f"training at world size {dist.get_world_size()} with {tokens} tokens in a micro-batch "
-        f"needs about {needed / 1e9:.0f} GB beside the actor, and {free / 1e9:.0f} GB are there: "
-        f"use {f'--microbatch-tokens {longest_row}' if smaller else help}",
+    on_gpu, free = torch.cuda.is_available(), free_memory()
+    most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
+    least = most if microbatch_tokens else longest_row
+    for offload in [True] if cpu_offload else [False, True] if on_gpu else [False]:
+        fixed = memory_needed(actor, 0, offload)
+        fitting = int((free - fixed) / (memory_needed(actor, 1, offload) - fixed))
+        if fitting >= least:
+            tokens = min(most, fitting)
+            needed = memory_needed(actor, tokens, offload)
+            why = "" if cpu_offload or not offload else ", since they do not fit on the GPU"
+            where = f"policy and Adam in the CPU's memory{why}; " if offload else ""
+            return (
+                tokens,
+                offload,
+                (
+                    f"memory: {where}{tokens:,} tokens in a micro-batch, "
+                    f"about {needed / 1e9:.3g} of {free / 1e9:.3g} GB free beside the actor"
+                ),
+            )
+    smaller = microbatch_tokens and memory_needed(actor, longest_row, offload) <= free
+    help = f"--microbatch-tokens {longest_row}" if smaller else "more GPUs (torchrun), shorter rows"
+    raise InputError(
+        f"training at world size {dist.get_world_size()} with {least} tokens in a micro-batch "
+        f"needs about {memory_needed(actor, least, offload) / 1e9:.3g} GB beside the actor, and "
+        f"{free / 1e9:.3g} GB are free: use {help}{'' if smaller else ' or a smaller model'}"
     )
 
 
@@ -132,16 +185,18 @@ def memory_needed(actor, tokens, cpu_offload):
     """Bytes that the policy takes on each rank with so many tokens in a micro-batch: an estimate,
     from the shapes alone."""
     config, layers, ranks = actor.config, actor.base_model.layers, dist.get_world_size()
+    on_gpu = torch.cuda.is_available()
     parameters, in_layers = (sum(p.numel() for p in m.parameters()) for m in (actor, layers))
     # fp32 weights, gradients, Adam's two moments. Offloaded: gradients until the step's end.
-    offloaded = cpu_offload and torch.cuda.is_available()
-    state = 4 * parameters if offloaded else 16 * parameters / ranks
+    state = 4 * parameters if cpu_offload and on_gpu else 16 * parameters / ranks
     # FSDP's root group, the embeddings: gathered, their gradient, and its sum over the ranks.
     root = (8 + 4 / ranks) * (parameters - in_layers)
-    # Each layer's input is kept, and all of one layer; and the logits of a chunk.
-    one_layer = 2 * (8 * config.hidden_size + 4 * config.intermediate_size)
-    kept = actor.dtype.itemsize * (len(layers) * config.hidden_size + one_layer)
-    return state + root + kept * tokens + 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
+    # Each layer's input is kept, and the activations of one layer (on a CPU, of all layers) with
+    # their gradient; and the logits of a chunk.
+    one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
+    kept = len(layers) * config.hidden_size + ((1 if on_gpu else len(layers)) + 1) * one_layer
+    logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
+    return state + root + actor.dtype.itemsize * kept * tokens + logits
 
 
 def free_memory():
@@ -155,41 +210,42 @@ def free_memory():
 # ----------------------------------------------------------------------------------------- training
 
 
-def shard(model, cpu_offload=False):
-    """The policy, of a model on the CPU: FSDP2 over all ranks (also over one), fp32 shards and
-    gradient sums; on GPUs bf16 compute, and activations recomputed in the backward pass. Adds
-    .logprobs(ids). cpu_offload keeps shards, gradients and Adam in the CPU's memory; gradients then
-    go there once a step (.sync_every_batch), not after every micro-batch."""
-    options = {}
-    if torch.cuda.is_available():
-        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options["mp_policy"] = bf16
-    if cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for layer in model.base_model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    model.sync_every_batch = not cpu_offload
-    model.logprobs = types.MethodType(logprobs, model)
-    register_fsdp_forward_method(model, "logprobs")
-    if torch.cuda.is_available():  # a CPU has the memory, and recomputing takes a fifth of its time
-        older_name = model.gradient_checkpointing_enable
-        getattr(model, "activation_checkpointing_enable", older_name)()
-    return model.train()
+class Policy(torch.nn.Module):
+    """The model in training: FSDP2 over all ranks (also over one), fp32 shards and gradient sums.
+    On GPUs it computes in bf16 and recomputes activations in the backward pass.
 
-
-def logprobs(model, ids):
-    """ids [b, L], padded on the right -> log pi(ids[:, t] | ids[:, :t]) [b, L], fp32; 0 at t = 0.
-
-    Causal attention sees nothing to the right, so right-padded rows need no mask; pads need weight
-    0 in the loss.
+    model: a Hugging Face model on the CPU. cpu_offload keeps shards, gradients and Adam in the
+    CPU's memory. Gradients then travel there once a step, not after every micro-batch.
     """
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return F.pad(token_logprobs(hidden[:, :-1], model.lm_head, ids[:, 1:]), (1, 0))
+
+    def __init__(self, model, cpu_offload=False):
+        super().__init__()
+        self.model = model.train()
+        self.sync_every_batch = not cpu_offload
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else model.device
+        options = {}
+        if on_gpu:
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+            model.activation_checkpointing_enable()
+        if cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        for layer in model.base_model.layers:
+            fully_shard(layer, **options)
+        fully_shard(self, **options)
+
+    def forward(self, ids, at):
+        """ids [b, L], padded on the right; at [b, L], bool, False in the first column
+        -> log pi(ids[at] | all ids before it) [number of Trues], fp32.
+
+        Causal attention sees nothing to the right, so right-padded rows need no mask.
+        """
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return token_logprobs(hidden[:, :-1][at[:, 1:]], self.model.lm_head, ids[at])
 
 
 def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
-    """log softmax(lm_head(hidden))[targets], hidden [..., D], targets [...] -> [...], fp32.
+    """log softmax(lm_head(hidden))[targets], hidden [n, D], targets [n] -> [n], fp32.
 
     Never holds all the logits: a chunk of tokens at a time, recomputed in the backward pass. The
     logits of one row of 4,096 tokens over a vocabulary of 151,936 would take 2.3 GiB in fp32, and
@@ -201,9 +257,8 @@ def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # fp64 stays fp64
         return -F.cross_entropy(logits, y, reduction="none")
 
-    pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))
-    logp = torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces])
-    return logp.view_as(targets)
+    pieces = zip(hidden.split(chunk), targets.split(chunk))
+    return torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces])
 
 
 @torch.no_grad()

@@ -1,23 +1,69 @@
-"""Tokens as bytes: where a completion is cut into solution and answer, and which tokens close a
-box. And lists of tokens as padded batches.
+r"""Tokens as bytes: where a completion is cut into solution and answer, and which tokens close a
+box. Also lists of token ids as padded batches.
 
 Token boundaries do not follow characters: `}` may be sampled as the token `}$`, and half of an
 emoji may be one token. So answers are located and scored on bytes.
+
+This file needs torch and transformers only, so that it can be copied together with cer.py.
 """
 
 import bisect
 import functools
+import itertools
+import re
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from data import require, split_answer
+LOGITS_AT_ONCE = 1024  # tokens whose logits are held at a time: 0.6 GB in fp32 with Qwen3
+
+
+# ------------------------------------------------------------------------------------------ the box
+
+
+def split_answer(text):
+    r"""The last closed \boxed{...} of a text -> (offset of the brace that opens it, answer), or
+    None.
+
+    >>> split_answer(r"so \boxed{\frac{1}{2}}.")
+    (9, '\\frac{1}{2}')
+
+    Braces nest; an escaped brace (`\{`, `\}`) is a symbol and neither opens nor closes. A box that
+    never closes is passed over for an earlier one that does. The answer is not stripped: " 14 " is
+    not "14".
+    """
+    found = None
+    opened = []  # the braces not yet closed, as (offset, whether it opens a box)
+    for mark in BRACES.finditer(text):
+        if mark[0] == "}":
+            offset, is_box = opened.pop() if opened else (0, False)
+            if is_box and (found is None or offset > found[0]):
+                found = offset, text[offset + 1 : mark.start()]
+        elif mark[0].endswith("{") and mark[0] != r"\{":
+            opened.append((mark.end() - 1, mark[0] != "{"))
+    return found
+
+
+# The box, any other escape, a plain brace.
+BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
+
+
+class Box(NamedTuple):
+    """The last closed box of a completion, in its sampled token ids."""
+
+    solution_length: int  # ids[:solution_length] is the solution; it ends just before the brace
+    answer: str
+    closing: str  # "}" and the rest of the token that holds it, such as "}.\n"
+
+
+# ----------------------------------------------------------------------------------- the vocabulary
 
 
 class Vocabulary:
     """The bytes of every token, and which tokens begin with given bytes. Special tokens have no
-    bytes."""
+    bytes. ValueError: answers cannot be cut out or scored with this tokenizer."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -26,42 +72,46 @@ class Vocabulary:
         self.sorted = [self.bytes[i] for i in self.order]
         # A context ends just before the brace, and what is scored begins with it.
         for text in r"so \boxed", "{14":
-            spelled = self.join(self.encode(text)) == text.encode()
-            require(spelled, f"the tokenizer does not give {text!r} back: it cannot be scored")
-        cut = self.locate_answer(self.encode(r"so \boxed{14}"))
-        require(cut, "the tokenizer merges 'boxed' and '{': no answer can be cut out")
+            if self.join(self.encode(text)) != text.encode():
+                raise ValueError(f"the tokenizer does not give {text!r} back: it cannot be scored")
+        if not self.locate_answer(self.encode(r"so \boxed{14}")):
+            raise ValueError("the tokenizer merges 'boxed' and '{': no answer can be cut out")
 
     def encode(self, text):
-        """Text -> ids. A special token's name in the text is text, as it is in an answer. Where the
-        tokenizer normalises (Qwen's composes accents), the normalised spelling is meant."""
-        options = {"add_special_tokens": False, "split_special_tokens": True}
-        return self.tokenizer.encode(text, **options)
+        """Text -> ids. The name of a special token counts as text, as it does in an answer. Some
+        tokenizers normalise text (Qwen's composes accents): these are the ids of the result."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def join(self, ids):
         return b"".join(self.bytes[i] for i in ids)
 
     def beginning_with(self, prefix):
         """Ids of the tokens whose bytes begin with `prefix` (which ends in "}", so its last byte
-        can be raised)."""
+        can be raised by one)."""
         low = bisect.bisect_left(self.sorted, prefix)
         high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))
         return self.order[low:high]
 
     def locate_answer(self, ids):
-        r"""Sampled ids -> (cut, answer), or None. ids[:cut] is the solution: it ends just before
-        the brace of the last closed \boxed{answer}. The ids are cut as sampled, never re-tokenised;
-        if the brace lies inside a token, which is rare, there is no such cut and so no answer."""
+        """The last closed box in sampled ids -> Box, or None. The ids are cut as they were sampled
+        and never tokenised again. If the brace lies inside a token, which is rare, there is no
+        place to cut and so no answer."""
         # latin-1 reads every byte as one character, so that offsets count bytes.
-        found = split_answer(self.join(ids).decode("latin-1"))
+        text = self.join(ids).decode("latin-1")
+        found = split_answer(text)
         if found is None:
             return None
-        brace, answer = found
-        offset = 0
-        for cut, i in enumerate(ids):
-            if offset == brace and self.bytes[i]:
-                return cut, answer.encode("latin-1").decode("utf-8", "replace")
-            offset += len(self.bytes[i])
-        return None
+        opening, answer = found
+        closing = opening + 1 + len(answer)
+        ends = list(
+            itertools.accumulate(len(self.bytes[i]) for i in ids)
+        )  # of each token, in bytes
+        solution_length = bisect.bisect_right(ends, opening)  # the first token that ends behind it
+        if ends[solution_length - 1] != opening:
+            return None
+        last = ends[bisect.bisect_right(ends, closing)]
+        as_text = lambda s: s.encode("latin-1").decode("utf-8", "replace")  # noqa: E731
+        return Box(solution_length, as_text(answer), as_text(text[closing:last]))
 
 
 @functools.lru_cache(maxsize=8)
@@ -70,10 +120,10 @@ def vocabulary(tokenizer):
 
 
 def token_bytes(tokenizer):
-    """The bytes each token stands for, [len(tokenizer)]; b"" for special tokens and unused ids."""
+    """The bytes of each token, [len(tokenizer)]; b"" for special tokens and unused ids."""
     # As in Qwen, Llama 3 and most others, a token is written with one printable character a byte.
-    byte_level = tokenizer.is_fast and "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
-    require(byte_level, "only byte-level tokenizers (with a tokenizer.json) are supported")
+    if not (tokenizer.is_fast and "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)):
+        raise ValueError("only byte-level tokenizers (with a tokenizer.json) are supported")
     byte = {character: b for b, character in bytes_to_unicode().items()}
     added, table = tokenizer.added_tokens_decoder, []
     for i, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
@@ -94,9 +144,13 @@ def pad(lists, side="right"):
 
 
 def batches(lengths, budget):
-    """Cut ascending lengths into runs whose padded size stays in the budget -> (start, end)."""
-    start = 0
-    for end in range(1, len(lengths) + 1):
-        if end == len(lengths) or (end + 1 - start) * lengths[end] > budget:
-            yield start, end
-            start = end
+    """Positions in `lengths`, shortest first -> lists of them whose padded size (how many x the
+    longest) stays within the budget. A length over the budget gets a list of its own."""
+    batch = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[i] > budget:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import data
 import toy
 from engine import cli, run
-from engine.run import checkpoints
-from engine.sampling import to_rollout
+from engine.files import checkpoints, read_rows
 from engine.tokens import vocabulary
+from rollout import to_group
 
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 
@@ -82,7 +82,7 @@ def script(monkeypatch, capsys, tmp_path):
         try:
             cli.run_script(module.main)
         except SystemExit as stop:
-            code = stop.code
+            code = stop.code or 0
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -96,7 +96,7 @@ FAST += " --eval-limit 8 --eval-runs 2 --eval-every 2"
 
 def written_by(run):
     """Both logs, without the times in them, and the last weights: equal for equal runs."""
-    lines = data.read_rows(run / "metrics.jsonl") + data.read_rows(run / "samples.jsonl")
+    lines = read_rows(run / "metrics.jsonl") + read_rows(run / "samples.jsonl")
     times = {"seconds", "tokens_per_second"}
     lines = [{k: v for k, v in line.items() if k not in times} for line in lines]
     step, last = checkpoints(run)[-1]
@@ -113,10 +113,10 @@ def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def rollout_of(tokenizer, texts, reference, kind="toy"):
-    """A rollout with hand-written completions."""
+def group_of(tokenizer, texts, reference, verifier="toy-rule"):
+    """A group with hand-written completions."""
     vocab, stop = vocabulary(tokenizer), tokenizer.eos_token_id
-    problem, prompt = data.Problem("How many eggs?", reference, kind), "How many eggs?\n"
+    problem, prompt = data.Problem("How many eggs?", reference, verifier), "How many eggs?\n"
     completions = [vocab.encode(text) + [stop] for text in texts]
     entropies = [0.0] * len(texts)
-    return to_rollout(vocab, [stop], problem, vocab.encode(prompt), completions, entropies)
+    return to_group(tokenizer, [stop], problem, vocab.encode(prompt), completions, entropies)

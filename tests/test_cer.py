@@ -1,20 +1,23 @@
 """CER against its specification: the naive scorer, and what the paper promises on distributions
 small enough to enumerate."""
 
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import on_devices, rollout_of, tiny_model
+from conftest import group_of, on_devices, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import cer
 import data
-from cer import answer_logprobs, choose_solutions, exact_cer, reward_group, score_rollout
+from cer import answer_logprobs, choose_solutions, exact_cer, rewards
 from engine.policy import load
-from engine.sampling import encode_prompt, sample
 from engine.tokens import pad, vocabulary
+from rollout import encode_prompt, sample
 
 # ------------------------------------------------------------ the scorer and its specification
 
@@ -83,19 +86,21 @@ def test_scores_equal_naive_with_the_real_tokenizer(qwen_tokenizer):
     check_against_naive(tiny_model(151_936, hidden_size=16, num_hidden_layers=1), qwen_tokenizer)
 
 
-def test_scores_equal_naive_in_eager_attention(tokenizer):
+def test_other_attention_than_sdpa_is_refused(tokenizer):
+    """Eager attention would add a mask of 0s and 1s; flash-attention would ignore it."""
     model = tiny_model(len(tokenizer))
     model.set_attn_implementation("eager")
-    check_against_naive(model, tokenizer)
+    with pytest.raises(ValueError, match="sdpa"):
+        answer_logprobs(model, tokenizer, [[5]], ["14"])
 
 
-@pytest.mark.parametrize("slots, logits", [(1024, 1024), (12, 1024), (1, 1), (40, 20)])
-def test_the_cut_into_packings_and_batches_changes_nothing(tokenizer, monkeypatch, slots, logits):
+@pytest.mark.parametrize("at_once, logits", [(1024, 1024), (12, 1024), (1, 1), (40, 20)])
+def test_the_cut_into_passes_and_batches_changes_nothing(tokenizer, monkeypatch, at_once, logits):
     model = tiny_model(len(tokenizer))
     whole = check_against_naive(model, tokenizer)
-    monkeypatch.setattr(cer, "SLOTS_AT_ONCE", slots)
+    monkeypatch.setattr(cer, "ANSWER_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(cer, "TOKENS_AT_ONCE", 5 * at_once)
     monkeypatch.setattr(cer, "LOGITS_AT_ONCE", logits)
-    monkeypatch.setattr(cer, "batches", lambda lengths, _: [(0, 1), (1, 3), (3, len(lengths))])
     assert (check_against_naive(model, tokenizer) - whole).abs().max() < 1e-4
 
 
@@ -218,14 +223,14 @@ def test_cer_keeps_proportions_far_below_the_smallest_float():
     assert R.item() == pytest.approx(1 / (1 + torch.tensor(-1.0).exp().item()))
 
 
-def test_a_row_of_minus_infinity_earns_zero_and_nan_is_not_hidden():
+def test_a_row_of_minus_infinity_gets_zero_and_nan_is_not_hidden():
     log_W = torch.tensor([[-torch.inf, -torch.inf], [-1.0, -torch.inf], [torch.nan, 0.0]])
     R = cer.cer(log_W, torch.tensor([-0.5, -0.1]))
     assert R[:2].tolist() == [0.0, pytest.approx(torch.tensor(-0.5).exp().item())]
     assert R[2].isnan()
 
 
-def test_own_solutions_come_first():
+def test_the_solutions_that_produced_an_answer_come_first():
     answer_of_solution = [0, 1, 0, 2, 0, 1]
     for M in range(1, 7):
         chosen = choose_solutions(3, answer_of_solution, M)
@@ -248,37 +253,69 @@ def test_with_m_equal_n_the_mean_reward_is_that_of_p_in_expectation():
 # ------------------------------------------------------------------------------------- one question
 
 
-def rewards_of(tokenizer, texts, reference, M):
-    """-> (R, Group) of hand-written samples. That R is Eq. 8: test_rewards.py, for random texts."""
-    rollout = rollout_of(tokenizer, texts, reference)
-    return reward_group(score_rollout(tiny_model(len(tokenizer)), tokenizer, rollout), M)
+def rewards_of(tokenizer, texts, reference, M=None):
+    """-> (R, Matrices) of hand-written samples. That R is Eq. 8: test_rewards.py, random texts."""
+    group = group_of(tokenizer, texts, reference)
+    model = tiny_model(len(tokenizer))
+    return rewards(model, tokenizer, group.prompt, group.completions, reference, M)
+
+
+TEXTS = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "\\boxed{seven}"]
 
 
 def test_a_distinct_answer_is_scored_once(tokenizer, monkeypatch):
-    texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "\\boxed{seven}"]
     scored = mock.Mock(side_effect=answer_logprobs)
     monkeypatch.setattr(cer, "answer_logprobs", scored)
-    R, group = rewards_of(tokenizer, texts, reference="7", M=5)
-    assert scored.call_args.args[3] == group.distinct_answers == ["12", "7", "seven"]
-    assert group.solutions == [0, 1, 2, 4] and R[3] == 0 and R[0] == R[2] != R[1]
-    assert group.log_W.shape == (3, 4) and torch.equal(group.log_P, group.log_W[1])  # a* is "7"
+    R, matrices = rewards_of(tokenizer, TEXTS, reference="7")
+    assert scored.call_args.args[3] == matrices.answers == ["12", "7", "seven"]
+    assert matrices.columns == [0, 1, 2, 4] and R[3] == 0 and R[0] == R[2] != R[1]
+    assert matrices.log_W.shape == (3, 4)
+    assert torch.equal(matrices.log_P, matrices.log_W[1])  # a* is "7"
 
 
-def test_m_1_judges_each_answer_by_a_solution_of_its_own(tokenizer):
-    texts = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs"]
-    R, group = rewards_of(tokenizer, texts, "seven", M=1)
-    P = group.log_P.exp()
+def test_m_1_judges_each_answer_by_a_solution_that_produced_it(tokenizer):
+    R, matrices = rewards_of(tokenizer, TEXTS[:3], "seven", M=1)
+    P = matrices.log_P.exp()
     assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
 
 
 def test_no_answers_and_empty_answers(tokenizer):
-    R, group = rewards_of(tokenizer, ["no", "box"], "7", M=2)
-    assert R.tolist() == [0, 0] and group.solutions == []
+    R, matrices = rewards_of(tokenizer, ["no", "box"], "7")
+    assert R.tolist() == [0, 0] and matrices.columns == []
     texts = ["\\boxed{}", "\\boxed{7}"]
-    R, _ = rewards_of(tokenizer, texts, "7", M=2)
-    assert R[0] == 0 and R[1] > 0  # an empty box earns nothing,
-    R, _ = rewards_of(tokenizer, texts, "", M=2)
+    R, matrices = rewards_of(tokenizer, texts, "7")
+    assert R[0] == 0 and R[1] > 0 and matrices.columns == [0, 1]  # an empty box: reward 0,
+    R, _ = rewards_of(tokenizer, texts, "")
     assert R[0] > 0  # unless the reference is empty
+
+
+def test_rewards_under_autocast_keep_fp32(tokenizer):
+    """As a trainer in mixed precision calls it: bf16 passes, but R is an fp32 average."""
+    plain, _ = rewards_of(tokenizer, TEXTS, "7")
+    with torch.autocast("cpu", torch.bfloat16):
+        R, matrices = rewards_of(tokenizer, TEXTS, "7")
+        row = [matrices.answers.index(answer) for answer in ("12", "7", "12", "seven")]
+        again = cer.cer(matrices.log_W.double(), matrices.log_P.double())[row]
+    assert R.dtype == torch.float32 and (R - plain).abs().max() < 0.1
+    assert (R[matrices.columns] - again).abs().max() < 1e-6
+
+
+def test_a_long_answer_does_not_hold_all_its_logits(tokenizer):
+    """The largest logits that lm_head gives, for an answer of 600 digits after four contexts."""
+    model, largest = tiny_model(len(tokenizer), max_position_embeddings=1024), []
+    model.lm_head.register_forward_hook(lambda *args: largest.append(args[2].shape[:2].numel()))
+    contexts = contexts_of(tokenizer)[1:4]
+    scores = answer_logprobs(model, tokenizer, contexts, ["7" * 600, "7"])
+    assert max(largest) <= 1024 and scores.isfinite().all()
+
+
+def test_cer_needs_torch_transformers_and_one_file_of_ours():
+    code = "import sys, cer; print(*sorted(m for m in sys.modules if m.startswith('engine')))"
+    loads = "'fsdp' in str([m for m in sys.modules if 'torch' not in m]), 'pyarrow' in sys.modules"
+    root = Path(cer.__file__).parent
+    command = [sys.executable, "-c", f"{code}; print({loads})"]
+    out = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == ["engine engine.tokens", "False False"]
 
 
 def test_theorem_2_on_a_language_model(toy_model_dir):
@@ -289,13 +326,13 @@ def test_theorem_2_on_a_language_model(toy_model_dir):
     for k, pilot in enumerate(sample(model, tokenizer, pilots, 64, max_new_tokens=32)):
         given.update((k, answer) for answer in pilot.answers if answer)
     (k, a_star), _ = given.most_common(1)[0]
-    problem, prompt = data.Problem(pilots[k][0].question, a_star, "toy"), pilots[k][1]
+    problem, prompt = data.Problem(pilots[k][0].question, a_star), pilots[k][1]
     N, groups, estimates = 64, 40, {"P": [], "CER": [], "exact": []}
-    for rollout in sample(model, tokenizer, [(problem, prompt)] * groups, N, 32):
-        R, group = reward_group(score_rollout(model, tokenizer, rollout), M=N)
+    for group in sample(model, tokenizer, [(problem, prompt)] * groups, N, 32):
+        R, matrices = rewards(model, tokenizer, prompt, group.completions, a_star)
         estimates["CER"].append(R.mean())
-        estimates["P"].append(group.log_P.exp().sum() / N)  # no answer: P = 0
-        estimates["exact"].append(rollout.answers.count(a_star) / N)
+        estimates["P"].append(matrices.log_P.exp().sum() / N)  # no answer: P = 0
+        estimates["exact"].append(group.answers.count(a_star) / N)
     mean = {name: torch.tensor(values).mean() for name, values in estimates.items()}
     error = {name: torch.tensor(values).std() / groups**0.5 for name, values in estimates.items()}
     assert mean["exact"] > 0.01  # there is something to compare

@@ -71,8 +71,8 @@ def test_the_columns_of_the_hub(tmp_path):
     references = [r"\frac12", " 14 ", "27", "27.5", "0", "x", "B", "B", "27", "7", "J"]
     references.append("1" + 16 * "0")
     assert [problem.reference for problem in problems] == references
-    kinds = ["math"] * 6 + ["letter"] * 2 + ["math"] * 2 + ["letter", "math"]
-    assert [problem.kind for problem in problems] == kinds
+    verifiers = ["math"] * 6 + ["letter"] * 2 + ["math"] * 2 + ["letter", "math"]
+    assert [problem.verifier for problem in problems] == verifiers
     assert problems[6].question == "e\nA: p\nB: q"
     assert problems[10].question.endswith("\nI: 8\nJ: 9")  # at most ten options
 
@@ -90,7 +90,29 @@ def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
     assert load_problems(write(tmp_path / "rows.jsonl", [*bad_letters, good])) == problems
     more = write(tmp_path / "rows.jsonl", [*bad_letters, good, good, good])
     assert load_problems(more, limit=2) == problems * 2  # the limit counts usable ones
-    assert "left out 17 of 18 unusable" in caplog.text and "left out 2 of 3" in caplog.text
+    assert "left out 17 of 18 rows (row 1: no reference answer; row 2: no" in caplog.text
+    assert "left out 2 of 3 rows (row 1: the answer is not the letter of an option" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "references, verifier",
+    [
+        (
+            ["14", r"\frac{1}{2}", "x+1", r"14 \text{ cm}", r"\begin{pmatrix} 1 \end{pmatrix}"],
+            "math",
+        ),
+        (["Paris", "NH_3", "1000 km", "20 July 1969"], "text"),
+        (["1789-1799", "cold"], "text"),
+    ],
+)
+def test_a_file_is_verified_as_mathematics_if_its_references_look_like_it(
+    tmp_path, references, verifier
+):
+    rows = [{"question": "q", "answer": answer} for answer in references]
+    problems = load_problems(write(tmp_path / "rows.jsonl", rows))
+    assert {problem.verifier for problem in problems} == {verifier}
+    asked = [row | {"verifier": "letter"} for row in rows]
+    assert {p.verifier for p in load_problems(write(tmp_path / "rows.jsonl", asked))} == {"letter"}
 
 
 def test_json_and_parquet_hold_the_same(tmp_path):
@@ -120,7 +142,10 @@ def test_the_real_rows(shared_data):
     counts = {"math_train": 7496, "math500": 500, "amc23": 40, "aime24": 30}
     counts |= {"mmlu_pro_test": 700, "supergpqa_sample": 300, "webinstruct_nover_sample": 800}
     for name, count in counts.items():
-        assert len(load_problems(shared_data / f"{name}.jsonl")) == count
+        problems = load_problems(shared_data / f"{name}.jsonl")
+        assert len(problems) == count
+        free_form = name.startswith("webinstruct")
+        assert ("text" in {problem.verifier for problem in problems}) == free_form
 
 
 # ------------------------------------------------------------------------------------------ the toy

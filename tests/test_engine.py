@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import on_devices, tiny_model
 from measure import prompts_that_end
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,10 +16,11 @@ from transformers import (
 )
 
 import data
-from data import InputError, split_answer
 from engine import policy, sampling
-from engine.sampling import encode_prompt, generate, sample
-from engine.tokens import Vocabulary, vocabulary
+from engine.cli import InputError
+from engine.sampling import generate
+from engine.tokens import Vocabulary, split_answer, vocabulary
+from rollout import encode_prompt, sample, to_group
 
 # ------------------------------------------------------------------------------------------- tokens
 
@@ -48,12 +50,12 @@ def trained_tokenizer(**byte_level):
 
 
 def test_tokenizers_that_cannot_be_scored_are_refused():
-    with pytest.raises(InputError, match="does not give .* back"):
+    with pytest.raises(ValueError, match="does not give .* back"):
         vocabulary(trained_tokenizer(add_prefix_space=True))
-    with pytest.raises(InputError, match="merges 'boxed' and '{'"):
+    with pytest.raises(ValueError, match="merges 'boxed' and '{'"):
         vocabulary(trained_tokenizer(add_prefix_space=False))
     whole_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"so": 0})))
-    with pytest.raises(InputError, match="only byte-level tokenizers"):
+    with pytest.raises(ValueError, match="only byte-level tokenizers"):
         vocabulary(whole_words)
 
 
@@ -63,8 +65,8 @@ def test_every_math500_reference_is_cut_at_a_token_boundary(qwen_tokenizer, shar
         for after in "$.", "$", "", ".\n", "\\]":
             text = f"The answer is $\\boxed{{{problem.reference}}}{after}"
             ids = vocab.encode(text)
-            cut, answer = vocab.locate_answer(ids)
-            assert answer == problem.reference
+            cut, answer, closing = vocab.locate_answer(ids)
+            assert answer == problem.reference and closing.startswith("}")
             assert vocab.join(ids[:cut]) == text[: split_answer(text)[0]].encode()
 
 
@@ -72,13 +74,15 @@ def test_sampled_ids_are_cut_as_they_are(qwen_tokenizer):
     """A sampler may spell "boxed" letter by letter, and break a character in two."""
     vocab = vocabulary(qwen_tokenizer)
     odd = [i for c in "so \\boxed{1" for i in vocab.encode(c)] + vocab.encode("4}$.")
-    cut, answer = vocab.locate_answer(odd)
+    cut, answer, closing = vocab.locate_answer(odd)
     assert answer == "14" and vocab.join(odd[:cut]) == b"so \\boxed" and cut == 9
+    assert closing == "}"
+    assert vocab.locate_answer(vocab.encode("\\boxed{14}\n$$")).closing == "}\n"  # one token
     assert odd[:cut] != vocab.encode("so \\boxed")
     half = [vocab.bytes.index(b"\xf0")]
     ids = half + vocab.encode("so \\boxed") + vocab.encode("{") + half + vocab.encode("}")
-    cut, answer = vocab.locate_answer(ids)
-    assert vocab.join(ids[:cut]).endswith(b"\\boxed") and answer == "\ufffd"
+    cut, answer, closing = vocab.locate_answer(ids)
+    assert closing == "}" and vocab.join(ids[:cut]).endswith(b"\\boxed") and answer == "\ufffd"
 
 
 def test_a_brace_inside_a_token_is_no_answer(tokenizer):
@@ -179,33 +183,31 @@ def test_samples_follow_the_models_distribution(loaded):
     assert (frequency - p).abs().max() < 4 * (0.25 / 4000) ** 0.5
 
 
-def test_a_rollout_says_what_was_sampled(toy_model_dir):
+def test_a_group_says_what_was_sampled(toy_model_dir):
     model, tokenizer = policy.load(toy_model_dir, "cpu")
     questions = [(p, encode_prompt(tokenizer, p)) for p in data.load_problems("toy-test", 4)]
-    rollouts = sample(model, tokenizer, questions, 6, 18)
+    groups = sample(model, tokenizer, questions, 6, 18)
     vocab, stop, answered = vocabulary(tokenizer), tokenizer.eos_token_id, 0
-    for (problem, prompt), rollout in zip(questions, rollouts):
-        assert rollout.problem is problem and rollout.prompt == prompt
-        for i, ids in enumerate(rollout.completions):
-            assert (ids[-1] == stop) != rollout.truncated[i] and stop not in ids[:-1]
-            if rollout.answers[i] is not None:
+    for (problem, prompt), group in zip(questions, groups):
+        assert group.problem is problem and group.prompt == prompt
+        for i, ids in enumerate(group.completions):
+            assert (ids[-1] == stop) != group.truncated[i] and stop not in ids[:-1]
+            if group.answers[i] is not None:
                 answered += 1
-                assert vocab.join(rollout.context(i)).endswith(b"\\boxed")
-                assert rollout.texts[i].split("\\boxed{")[1].startswith(rollout.answers[i] + "}")
+                assert vocab.join(group.context(i)).endswith(b"\\boxed")
+                assert group.texts[i].split("\\boxed{")[1].startswith(group.answers[i] + "}")
     assert 0 < answered < 24  # 18 tokens are too few for some
 
 
 def test_a_closed_box_is_an_answer_also_where_the_text_was_cut_off(tokenizer):
-    vocab, texts = (
-        vocabulary(tokenizer),
-        ["\\boxed{7} and then", "\\boxed{7} no, \\boxed{8", "\\bo"],
-    )
+    vocab = vocabulary(tokenizer)
+    texts = ["\\boxed{7} and then", "\\boxed{7} no, \\boxed{8", "\\bo"]
     completions = [vocab.encode(text) for text in texts]
     stops, problem = [tokenizer.eos_token_id], data.Problem("q", "7")
-    rollout = sampling.to_rollout(vocab, stops, problem, [5], completions, [0.0] * 3)
-    assert rollout.answers == ["7", "7", None] and rollout.truncated == [True] * 3
-    assert rollout.answered == [0, 1] and rollout.context(0) == [5, *vocab.encode("\\boxed")]
-    assert rollout.cuts[2] == len(completions[2])
+    group = to_group(tokenizer, stops, problem, [5], completions, [0.0] * 3)
+    assert group.answers == ["7", "7", None] and group.truncated == [True] * 3
+    assert group.context(0) == [5, *vocab.encode("\\boxed")]
+    assert group.solution_lengths[2] == len(completions[2])
 
 
 PROMPT = "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -254,34 +256,47 @@ QWEN3_4B |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=151_9
 
 
 @pytest.mark.parametrize(
-    "free, offload, says",
+    "card, ranks, flags, says",
     [
-        (133, False, None),
-        (72, False, "at world size 1 with 16384 .* about 78 GB .* 72 GB are there: use more GPUs"),
-        (75, False, "use --microbatch-tokens 6144$"),
-        (48, True, None),
+        (141, 1, {}, (16_384, False)),
+        (83, 1, {}, (9_625, False)),
+        (40, 1, {}, (16_384, True)),
+        (24, 1, {}, "with 6144 .* about 25.2 GB beside the actor, and 16 GB are free: use more"),
+        (10, 1, {}, "with 6144 .* about 25.2 GB beside the actor, and 1.96 GB are free: use more"),
+        (83, 2, {}, (16_384, False)),
+        (141, 1, dict(cpu_offload=True), (16_384, True)),
+        (141, 1, dict(microbatch_tokens=5_000), (6_144, False)),
+        (83, 1, dict(microbatch_tokens=16_384), (16_384, True)),
+        (34, 1, dict(microbatch_tokens=16_384), "with 16384 .* use --microbatch-tokens 6144"),
     ],
 )
-def test_a_run_that_cannot_fit_is_refused(monkeypatch, free, offload, says):
+def test_the_policy_is_fitted_into_the_memory_that_is_free(monkeypatch, card, ranks, flags, says):
+    """Qwen3-4B's shape, rows of 6,144 tokens (the paper's lengths), the actor's 8 GB taken."""
     config = Qwen3Config(**QWEN3_4B, tie_word_embeddings=True, dtype=torch.bfloat16)
     with torch.device("meta"):
         actor = AutoModelForCausalLM.from_config(config)
         actor.tie_weights()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(policy, "free_memory", lambda: free * 1e9)
-    if says is None:
-        policy.require_room(actor, 16_384, 6144, offload)
-    else:
+    taken = 2 * sum(p.numel() for p in actor.parameters())
+    monkeypatch.setattr(policy, "free_memory", lambda: card * 1e9 - taken)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    if isinstance(says, str):
         with pytest.raises(InputError, match=says):
-            policy.require_room(actor, 16_384, 6144, offload)
+            policy.plan_memory(actor, 6144, **flags)
+    else:
+        tokens, offload, sentence = policy.plan_memory(actor, 6144, **flags)
+        assert (tokens, offload) == says
+        by_itself = offload and "cpu_offload" not in flags
+        assert ("since they do not fit on the GPU" in sentence) == by_itself
+        assert f"{tokens:,} tokens in a micro-batch" in sentence
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1024])
 def test_chunked_logprobs_equal_the_log_softmax(chunk):
-    hidden = torch.randn(3, 7, 16, requires_grad=True)
+    hidden = torch.randn(21, 16, requires_grad=True)
     lm_head = torch.nn.Linear(16, 50, bias=False)
-    targets = torch.randint(50, (3, 7))
-    naive = lm_head(hidden).log_softmax(-1).gather(2, targets[..., None])[..., 0]
+    targets = torch.randint(50, (21,))
+    naive = lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     fast = policy.token_logprobs(hidden, lm_head, targets, chunk)
     assert torch.allclose(fast, naive, atol=1e-6)
     grads = [torch.autograd.grad(x.square().sum(), [hidden, lm_head.weight]) for x in (naive, fast)]
@@ -302,7 +317,7 @@ def test_the_logits_of_long_rows_are_never_all_held():
 def test_the_actor_follows_the_policy(device):
     trained, actor = (tiny_model(64, seed=seed).to(device) for seed in (1, 2))
     actor = actor.to(torch.bfloat16)
-    trained = policy.shard(trained)
+    trained = policy.Policy(trained)
     policy.copy_weights(trained, actor)
     for ours, theirs in zip(actor.parameters(), trained.parameters(), strict=True):
         assert torch.equal(ours, theirs.full_tensor().to(torch.bfloat16))

@@ -15,9 +15,14 @@ GROUP = {
     "answers": ["15", "14 eggs", None, "14", "14 eggs", ""],
     "R": [0.1, 0.6, 0.0, 0.7, 0.6, 0.0],
     "distinct_answers": ["15", "14 eggs", "14", ""],
-    "solutions": [0, 1, 3, 4, 5],
-    "W": [[0.9, 0, 0, 0, 0], [0, 0.2, 0.1, 0.2, 0], [0, 0.1, 0.5, 0.1, 0], [0, 0, 0, 0, 0]],
-    "P": [0.0, 0.5, 0.6, 0.5, 0.0],
+    "columns": [0, 1, 3, 4, 5],
+    "log_W": [
+        [-0.1, None, None, None, None],
+        [-900.0, -901.6, -902.3, -901.6, -900.0],  # too small for a float, but not for a softmax
+        [None, -2.3, -0.7, -2.3, None],
+        [None, None, None, None, -3.0],
+    ],
+    "log_P": [-900.0, -0.7, -0.5, -0.7, -900.0],
 }
 
 
@@ -40,14 +45,20 @@ def run(tmp_path):
             }
             lines.append(line | ({"pass_at_1": 0.4} if step % 10 == 0 else {}))
         (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        group = GROUP if reward == "cer" else {k: v for k, v in GROUP.items() if k != "W"}
+        group = GROUP if reward == "cer" else {k: v for k, v in GROUP.items() if k != "log_W"}
         (directory / "samples.jsonl").write_text(json.dumps(group) + "\n")
     for empty in "d", "e":
         (tmp_path / empty).mkdir()
     shutil.copy(tmp_path / "a" / "config.json", tmp_path / "e")
     (tmp_path / "e" / "metrics.jsonl").touch()
     (tmp_path / "e" / "samples.jsonl").touch()
-    nothing = GROUP | {"answers": [None] * 6, "R": [0.0] * 6, "solutions": [], "W": [], "P": []}
+    nothing = GROUP | {
+        "answers": [None] * 6,
+        "R": [0.0] * 6,
+        "columns": [],
+        "log_W": [],
+        "log_P": [],
+    }
     (tmp_path / "d" / "samples.jsonl").write_text(json.dumps(nothing) + "\n")
     return tmp_path
 
@@ -94,13 +105,13 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ("nowhere", "nowhere/config.json is not the configuration of a run"),
+        ("nowhere", "nowhere: no such directory"),
         ("e", "e/metrics.jsonl is empty: the run has no step yet"),
         ("e --question 0", "e/samples.jsonl is empty: the run has no step yet"),
         ("nowhere --question 0", "nowhere/samples.jsonl, row 1: expected"),
         ("a --question 1", "--question must be from 0 to 0, got 1"),
         ("a b --question 0", "--question takes one RUN"),
-        ("c --question 0", "this group has no W"),
+        ("c --question 0", "this group has no matrices"),
         ("d --question 0", "no sample of this group has an answer"),
         ("a --out picture.xyz", "expected a name that ends in .svg or .png"),
     ],

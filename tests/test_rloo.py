@@ -2,14 +2,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import on_devices, rollout_of, tiny_model
+from conftest import group_of, on_devices, tiny_model
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import toy
+from data import Problem
 from engine import policy
 from engine.tokens import vocabulary
 from rloo import (
-    Row,
+    TrainingRow,
     leave_one_out,
     microbatches,
     policy_gradient_loss,
@@ -17,6 +20,7 @@ from rloo import (
     update,
     verifree_rows,
 )
+from rollout import to_group
 
 
 def test_each_sample_is_compared_with_the_mean_of_the_others():
@@ -25,7 +29,7 @@ def test_each_sample_is_compared_with_the_mean_of_the_others():
     assert torch.allclose(leave_one_out(R), (R - R.mean()) * 16 / 15)
 
 
-def test_rewards_of_long_references_teach_and_rounding_does_not():
+def test_rewards_of_long_references_have_advantages_and_rounding_has_none():
     R = torch.tensor([3e-9, 1e-9, 1e-9, 1e-9])
     assert torch.allclose(leave_one_out(R) * 1e9, leave_one_out(R * 1e9))
     for same in 0.3, 3e-9:
@@ -76,20 +80,21 @@ def test_no_gradient_reaches_the_weights():
 TEXTS = ["3*4=12 \\boxed{12} eggs", "3+4 so \\boxed{7}.", "no box", "\\boxed{seven}"]
 
 
-def rloo_formula(logp_of, rollout, R, A):
+def rloo_formula(logp_of, group, R, A):
     """The mean over samples of A_i times the log-prob of all that was sampled."""
-    samples = zip(A.tolist(), rollout.completions)
-    return [A_i * logp_of(rollout.prompt, completion) for A_i, completion in samples]
+    samples = zip(A.tolist(), group.completions)
+    return [A_i * logp_of(group.prompt, completion) for A_i, completion in samples]
 
 
-def verifree_formula(logp_of, rollout, R, A):
+def verifree_formula(logp_of, group, R, A):
     """The same for the solution alone, and R_i times the log-prob of "{a*}" after it."""
-    reference = vocabulary(toy.build_tokenizer()).encode("{" + rollout.problem.reference + "}")
+    reference = vocabulary(toy.build_tokenizer()).encode("{" + group.problem.reference + "}")
     terms = []
-    for i, completion in enumerate(rollout.completions):
-        terms.append(A[i].item() * logp_of(rollout.prompt, completion[: rollout.cuts[i]]))
-        if rollout.answers[i] is not None:
-            terms[-1] = terms[-1] + R[i].item() * logp_of(rollout.context(i), reference)
+    for i, completion in enumerate(group.completions):
+        solution = completion[: group.solution_lengths[i]]
+        terms.append(A[i].item() * logp_of(group.prompt, solution))
+        if group.answers[i] is not None:
+            terms[-1] = terms[-1] + R[i].item() * logp_of(group.context(i), reference)
     return terms
 
 
@@ -106,7 +111,7 @@ def flat(tensors):
 def gradient_of_update(model, rows, budget, **options):
     """-> (loss, gradient): what a step of plain SGD subtracts, before it was clipped."""
     before = flat(p.detach().clone() for p in model.parameters())
-    sharded = policy.shard(model, **options)
+    sharded = policy.Policy(model, **options)
     loss, norm = update(sharded, torch.optim.SGD(sharded.parameters()), rows, 1.0, budget)
     after = flat(p.detach().full_tensor() for p in sharded.parameters())
     return loss, (before - after).cpu() * max(1.0, norm + 1e-6)
@@ -127,17 +132,17 @@ def test_the_update_takes_the_gradient_of_the_formula(
     """In fp64, whatever the micro-batches: the step of plain SGD is minus the gradient."""
     monkeypatch.setattr(Qwen3RMSNorm, "forward", rms_norm)
     naive, trained = (tiny_model(len(tokenizer), initializer_range=0.1).double() for _ in range(2))
-    rollouts = [rollout_of(tokenizer, TEXTS, "7"), rollout_of(tokenizer, TEXTS[::-1], "7 eggs")]
-    rewards = [torch.tensor([0.5, 0.25, 0.0, 0.125]), torch.full((4,), 0.5)]  # one teaches nothing
+    groups = [group_of(tokenizer, TEXTS, "7"), group_of(tokenizer, TEXTS[::-1], "7 eggs")]
+    rewards = [torch.tensor([0.5, 0.25, 0.0, 0.125]), torch.full((4,), 0.5)]  # a zero-advantage one
 
     def logp_of(prompt, completion):
         return naive_logprobs(naive, prompt + completion)[len(prompt) - 1 :].sum()
 
     terms, rows = [], []
-    for rollout, R in zip(rollouts, rewards):
+    for group, R in zip(groups, rewards):
         A = leave_one_out(R)
-        terms += formula(logp_of, rollout, R, A)
-        rows += rows_of(rollout, R, A, tokenizer)
+        terms += formula(logp_of, group, R, A)
+        rows += rows_of(group, R, A, tokenizer)
     loss = -torch.stack(terms).mean()
     loss.backward()
 
@@ -146,11 +151,67 @@ def test_the_update_takes_the_gradient_of_the_formula(
     assert (ours - flat(p.grad for p in naive.parameters())).abs().max() < 1e-10
 
 
+def test_verifree_closes_the_box_as_the_model_does():
+    """A tokenizer that merges the brace with what follows, and a model that closes its box with the
+    merged token nine times in ten. The step's direction against the gradient of pi(a*|s), summed
+    over all closing tokens; with a bare "}" in every row the cosine is far lower."""
+    tokenizer = merging_tokenizer()
+    vocab, model = vocabulary(tokenizer), tiny_model(len(tokenizer), initializer_range=0.1)
+    context = vocab.encode("q: so \\boxed")
+    ends = {"}\n$$": 0.9, "}": 0.1}
+    endings = [(vocab.encode(f"{{{a}{end}"), p) for a in (14, 41, 4) for end, p in ends.items()]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        logps = [p * naive_logprobs(model, context + e)[-len(e) :].sum() for e, p in endings]
+        optimizer.zero_grad()
+        (-sum(logps)).backward()
+        optimizer.step()
+
+    def direction(objective):
+        gradients = torch.autograd.grad(objective, list(model.parameters()), allow_unused=True)
+        return flat(g if g is not None else torch.zeros(1) for g in gradients)
+
+    spelled = vocab.encode("{14")
+    closers = vocab.beginning_with(b"}")
+    closed = [naive_logprobs(model, context + spelled + [v])[-len(spelled) - 1 :] for v in closers]
+    pi = torch.stack(closed).sum(1).exp()  # by each token that begins with the brace
+    bare = pi[closers.index(vocab.encode("}")[0])] / pi.sum()
+    assert bare < 0.2 and 0.2 < pi.sum() < 0.5
+    true = direction(pi.sum())
+
+    prompt, box = context[:-2], context[-2:]
+    draws = torch.multinomial(pi.detach(), 64, replacement=True).tolist()
+    completions = [box + spelled + [closers[draw]] for draw in draws]
+    group = to_group(tokenizer, [], Problem("q", "14"), prompt, completions, [0.0] * 64)
+    assert group.answers == ["14"] * 64
+    R = torch.full((64,), pi.sum().item())
+    rows = verifree_rows(group, R, torch.zeros(64), tokenizer)
+    terms = [naive_logprobs(model, row.ids) @ torch.tensor(row.weights[1:]) for row in rows]
+    step = direction(torch.stack(terms).mean())
+    naive = direction(
+        naive_logprobs(model, context + vocab.encode("{14}"))[-len(spelled) - 1 :].sum()
+    )
+    cosines = [F.cosine_similarity(true, g, dim=0).item() for g in (step, naive)]
+    print(f"\ncosine {cosines[0]:.3f}; with a bare brace {cosines[1]:.3f}")
+    assert cosines[0] > 0.95 and cosines[1] < 0.9
+
+
+def merging_tokenizer():
+    backend = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(r"\\boxed|\{|\}\n*|\d|\$|[^{}\\\d$]+"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=byte_level.alphabet())
+    backend.train_from_iterator(["q: so \\boxed{14}\n$$"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 def example_rows(rows=13, vocabulary_size=64):
     generator, made = torch.Generator().manual_seed(3), []
     for length in [2 + (i * i) % 29 for i in range(rows)]:
         ids = torch.randint(vocabulary_size, (length,), generator=generator).tolist()
-        made.append(Row(ids, [0.0] + torch.randn(length - 1, generator=generator).tolist()))
+        made.append(TrainingRow(ids, [0.0] + torch.randn(length - 1, generator=generator).tolist()))
     return made
 
 
@@ -170,21 +231,24 @@ def test_the_policy_has_the_gradient_of_the_formula_in_every_layout(device, fami
     assert error < (1e-4 if device == "cpu" else 0.05)
 
 
-def test_a_batch_that_teaches_nothing_has_a_gradient_of_zero(tokenizer):
-    sharded = policy.shard(tiny_model(len(tokenizer)))
+def test_a_batch_of_zero_advantage_groups_has_a_gradient_of_zero(tokenizer):
+    sharded = policy.Policy(tiny_model(len(tokenizer)))
     before = [p.full_tensor().clone() for p in sharded.parameters()]
     nothing = torch.zeros(4)
-    rows = list(rloo_rows(rollout_of(tokenizer, TEXTS, "7"), nothing, nothing, tokenizer))
+    rows = rloo_rows(group_of(tokenizer, TEXTS, "7"), nothing, nothing, tokenizer)
     sgd = torch.optim.SGD(sharded.parameters(), lr=1.0)
     assert update(sharded, sgd, rows, 1.0, 64) == (0.0, 0.0)
     assert all(torch.equal(b, p.full_tensor()) for b, p in zip(before, sharded.parameters()))
 
 
 def test_an_update_that_is_not_finite_is_skipped():
-    model = policy.shard(tiny_model(64))
+    model = policy.Policy(tiny_model(64))
     for weight in float("inf"), float("nan"), 1.0:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        rows = [Row(row.ids, [weight * w for w in row.weights]) for row in example_rows()]
+        rows = [
+            TrainingRow(row.ids, [weight * w if w else 0.0 for w in row.weights])
+            for row in example_rows()
+        ]
         before = [p.full_tensor().clone() for p in model.parameters()]
         _, grad_norm = update(model, optimizer, rows, 1e-2, 64)
         same = all(torch.equal(b, p.full_tensor()) for b, p in zip(before, model.parameters()))

@@ -18,8 +18,7 @@ from test_rloo import example_rows
 from transformers import AutoModelForCausalLM
 
 import rewards
-from data import read_rows
-from engine import run as engine_run
+from engine.files import checkpoints, read_rows
 
 # Short, with a checkpoint after every step.
 FLAGS = "--dataset toy --lr 6e-4 --questions 2 --samples 4 --max-new-tokens 16 --eval-limit 4"
@@ -98,7 +97,7 @@ def test_a_killed_run_equals_one_that_never_was(tmp_path, toy_model_dir, device)
             process.join(rng.uniform(0.3, 0.6) * whole)
         process.kill()
         process.join()
-        for _, directory in engine_run.checkpoints(run):
+        for _, directory in checkpoints(run):
             AutoModelForCausalLM.from_pretrained(directory)
     metrics = [line["step"] for line in read_rows(run / "metrics.jsonl")]
     assert metrics == [*range(9)]
@@ -115,11 +114,14 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, toy_model_dir, number):
         time.sleep(0.05)
         assert process.is_alive()
     os.kill(process.pid, number)
-    finish([process], code=0)
+    finish([process], code=128 + number)
     steps = [line["step"] for line in read_rows(metrics)]
     assert steps == [*range(len(steps))] and steps[-1] < 500
-    assert [step for step, _ in engine_run.checkpoints(run)] == steps[-1:]
-    assert "stops after this step" in (tmp_path / "log-0").read_text()
+    assert [step for step, _ in checkpoints(run)] == steps[-1:]
+    log = (tmp_path / "log-0").read_text()
+    assert "stopping after this step" in log
+    stopped = f"stopped after step {steps[-1]} of 500; go on with: "
+    assert stopped + "python train.py --resume --out run" in log and "at first" not in log
 
 
 def train_on_a_full_disk(directory, arguments, limit):
@@ -133,7 +135,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, toy_model_dir):
     flags = f"--model {toy_model_dir} {FLAGS} --steps 3 --keep 2 --out run"
     finish([start(train_in, tmp_path, flags)])
     run = tmp_path / "run"
-    assert [step for step, _ in engine_run.checkpoints(run)] == [2, 3]  # --keep 2
+    assert [step for step, _ in checkpoints(run)] == [2, 3]  # --keep 2
     shutil.rmtree(run / "checkpoints" / "step-3")
     before = {path: path.read_bytes() for path in run.rglob("step-*/*") if path.is_file()}
     # Room for model.safetensors, but not for the training state, which is three times larger.
@@ -153,10 +155,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, toy_model_dir):
 def train_with_broken_rewards(directory, arguments, broken):
     steps = iter(range(1, 100))
 
-    def reward(rollouts, judge):
-        step = next(steps)
-        for R, record in rewards.exact_match(rollouts, judge):
-            yield R + (float("inf") if step in broken else 0.0), record
+    def reward(groups, **models):
+        R, records = rewards.exact_match(groups)
+        return R + (float("inf") if next(steps) in broken else 0.0), records
 
     rewards.REWARDS["exact"] = reward
     train_in(directory, arguments)
@@ -170,7 +171,7 @@ def test_three_skipped_updates_in_a_row_end_the_run(tmp_path, toy_model_dir):
     assert lines[1]["grad_norm"] is None and lines[3]["grad_norm"] is not None
     last_line = (tmp_path / "log-0").read_text().splitlines()[-1]
     assert "the gradient was not finite in steps 6 to 8" in last_line
-    assert engine_run.checkpoints(tmp_path / "run")[-1][0] == 8  # nothing learned is lost,
+    assert checkpoints(tmp_path / "run")[-1][0] == 8  # nothing learned is lost,
     finish([start(train_in, tmp_path, "--out run --resume")])  # and the run can go on from there
 
 

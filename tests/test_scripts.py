@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import evaluate
 import rewards
 import train
-from data import read_rows
+from engine.files import read_rows
 from rewards import REWARDS
 
 
@@ -23,7 +23,7 @@ def test_two_steps_of_training(script, tmp_path, monkeypatch, toy_model_dir, rew
     arguments = f"--model {toy_model_dir} --reward {reward} --out run {FAST}"
     arguments += f" --verifier-model {toy_model_dir}"
     code, out, err = script(train, arguments)
-    assert code == 0 and re.search(r"pass_at_1  0.\d+ at first", out), err
+    assert code == 0 and re.search(r"pass_at_1 +\.?\d+ at first", out), err
     run_dir = tmp_path / "run"
     lines = read_rows(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -37,8 +37,9 @@ def test_two_steps_of_training(script, tmp_path, monkeypatch, toy_model_dir, rew
     samples = read_rows(run_dir / "samples.jsonl")
     assert len(samples) == 4 and len(samples[0]["answers"]) == len(samples[0]["R"]) == 4
     for sample in samples if "cer" in reward else []:
-        U, columns = len(sample["distinct_answers"]), len(sample["solutions"])
-        assert [len(row) for row in sample["W"]] == [columns] * U and len(sample["P"]) == columns
+        U, columns = len(sample["distinct_answers"]), len(sample["columns"])
+        assert [len(row) for row in sample["log_W"]] == [columns] * U
+        assert len(sample["log_P"]) == columns
     trained = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step-2")
     started = AutoModelForCausalLM.from_pretrained(toy_model_dir)
     if any(len(set(sample["R"])) > 1 for sample in samples):  # else there was nothing to learn
@@ -111,7 +112,9 @@ def test_resume(script, tmp_path, stopped_run):
     assert code == 0 and "step-4" in out
     assert written_by(tmp_path / "parts") == written_by(tmp_path / "whole")
     code, _, err = script(train, "--out whole --resume")
-    assert code == 2 and "the run in whole is complete" in err
+    assert code == 2 and "the run in whole is complete at step 4: a larger --steps would ext" in err
+    code, _, err = script(train, "--out nowhere --resume")
+    assert code == 2 and "nowhere: no such directory" in err
 
 
 def test_resume_from_broken_files_is_refused(script, tmp_path, stopped_run):
@@ -158,16 +161,18 @@ def test_evaluation(script, tmp_path, toy_model_dir):
 GOOD = '{"question": "Q?", "answer": "1"}\n'
 BAD_FILES = {
     "broken.jsonl": (GOOD + '{"question": \n', r"broken.jsonl, row 2: expected .* named columns"),
-    "list.jsonl": ("[1, 2]\n", r"list.jsonl, row 1: expected a .jsonl, .json or .parquet file"),
+    "list.jsonl": ("[1, 2]\n", r"list.jsonl, row 1: expected objects with named columns"),
     "columns.jsonl": ('{"prompt": "Q?"}\n', r"no row has a question .*first row: prompt"),
     "empty.jsonl": ("", r"empty.jsonl: no row has a question"),
     "rows.json": ('[{"question": "Q?"}, 7]', r"rows.json, row 2: expected"),
-    "bad.parquet": ("not parquet", r"bad.parquet, row 1: expected a .jsonl"),
+    "bad.parquet": ("not parquet", r"bad.parquet, row 1: expected objects"),
+    "verifier.jsonl": (GOOD.replace("}", ', "verifier": "oracle"}'), ""),
+    "table.csv": ("question,answer", ""),
     "long.jsonl": ('{"question": "%s", "answer": "1"}' % ("why " * 9999), r"all of long.jsonl is"),
 }
-BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items()} | {
+BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() if says} | {
     "--dataset math501": r"math501: neither a file nor one of toy, toy-test, math7.5k, webinstruct",
-    "--dataset math500": r"cannot load math-ai/math500 .*local .jsonl",
+    "--dataset math500": r"cannot load math-ai/math500 .*a local file works too \(.jsonl",
     "--dataset good.jsonl --reward oracle": r"--reward: invalid choice: 'oracle'.*rule\+cer",
     "--dataset good.jsonl --samples 4 --m 5": r"--m 5 is more than --samples 4",
     "--dataset good.jsonl --samples 1": r"--samples: expected 2 to inf, got 1",
@@ -177,16 +182,26 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items()}
     "--dataset good.jsonl --out used": r"--out used is not empty",
     "--dataset good.jsonl --resume": r"--resume needs --out",
     "--dataset good.jsonl --max-new-tokens 200": r"the model knows 128 positions",
-    "--dataset good.jsonl --model empty": r"cannot load the model empty .*expected a directory",
-    "--dataset good.jsonl --model Qwen/Qwen9": r"cannot load the model Qwen/Qwen9.*the id of one",
+    "--dataset good.jsonl --model empty": r"cannot load the model empty: it has no config.json",
+    "--dataset good.jsonl --model bin": r"model bin: it has no safetensors .*\(.bin is not read\)",
+    "--dataset good.jsonl --model gguf": r"gguf: it has no safetensors .*\(.gguf is not read\)",
+    "--dataset good.jsonl --model bare": r"the model bare: it has no tokenizer.json",
+    "--dataset good.jsonl --model old": r"old is a run, .*last checkpoint is old/check",
+    "--dataset good.jsonl --model Qwen/Qwen9": r"Qwen/Qwen9 \(no such directory, and .*id of one",
+    "--dataset good.jsonl --rewards cer": r"unrecognized arguments: --rewards cer; .* --reward\?",
+    "--dataset good.jsonl --sample 4": r"unrecognized arguments: --sample 4; .* --samples\?",
+    "--dataset table.csv": r"table.csv: not read; expected a file that ends in .jsonl",
+    "--dataset verifier.jsonl": r"first row: question, answer, verifier",
 }
 
 
 @pytest.mark.parametrize("arguments", BAD_INPUT)
 def test_bad_input_gets_one_clear_line(script, tmp_path, toy_model_dir, arguments):
     files = {name: content for name, (content, _) in BAD_FILES.items()} | {"good.jsonl": GOOD}
-    for name, content in (files | {"used/metrics.jsonl": "", "empty/README": ""}).items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    others = "used/metrics.jsonl empty/README bin/config.json bin/pytorch_model.bin gguf/model.gguf"
+    others += " bare/config.json bare/model.safetensors old/checkpoints/step-7/model.safetensors"
+    for name, content in (files | dict.fromkeys(others.split(), "")).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     model = "--max-new-tokens 64 "
     model += "" if "--model" in arguments else f"--model {toy_model_dir} "

@@ -1,0 +1,33 @@
+"""Supervised training on demonstrations: a start for models that do not box their answers."""
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from engine.cli import progress
+
+
+def supervise(model, demonstrate, steps, batch, lr, stop):
+    """Train any Hugging Face model. demonstrate() -> (prompt ids, completion ids), of which the
+    completion is learned, and after it the token `stop`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=lr, total_steps=steps, pct_start=0.05, cycle_momentum=False
+    )
+    with progress(range(steps), desc="supervised start", unit="step") as bar:
+        for step in bar:
+            ids, labels = [], []
+            for prompt, completion in (demonstrate() for _ in range(batch)):
+                completion = [*completion, stop]
+                ids.append(torch.tensor(prompt + completion))
+                labels.append(torch.tensor([-100] * len(prompt) + completion))  # -100: not learned
+            ids = pad_sequence(ids, batch_first=True).to(model.device)
+            labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(model.device)
+            loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if (step + 1) % 20 == 0 or step + 1 == steps:
+                bar.set_postfix(loss=f"{loss.item():.3f}")
+    return loss.item()

@@ -1,0 +1,220 @@
+"""What a run says: a header, a line a step, warnings, a summary; and its files metrics.jsonl and
+samples.jsonl."""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from engine.cli import progress
+from engine.files import append_rows, keep_steps_before, read_rows, write_atomically
+
+logger = logging.getLogger("train")
+
+GROUPS_A_STEP = 2  # kept in samples.jsonl
+
+
+# --------------------------------------------------------------------------------------- in numbers
+
+
+def describe(group, R, A, record):
+    """One group in numbers, for metrics.jsonl. R, A [N]; record: of its reward."""
+    N, verdicts = len(R), record.get("verdicts", [])
+    # An empty box is no answer, unless the reference is empty too.
+    given = [a for a in group.answers if a or a == group.problem.reference]
+    return {
+        "reward": R.mean().item(),
+        "exact_match": group.answers.count(group.problem.reference) / N,
+        "answered": len(given) / N,
+        "truncated": sum(group.truncated) / N,
+        "unique_answers": len(set(given)),
+        "solution_tokens": sum(group.solution_lengths) / N,
+        "completion_tokens": sum(len(ids) for ids in group.completions) / N,
+        "entropy": sum(group.entropies) / N,
+        "zero_advantage_groups": float(not A.any()),
+        **{f"verifier_{said}": verdicts.count(said) / N for said in set(verdicts) - {None}},
+    }
+
+
+def means(described):
+    """The mean over the groups of a step; a number that a group does not have counts as 0."""
+    names = sorted({name for numbers in described for name in numbers})
+    return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
+
+
+def sample_record(step, group, R, record):
+    """One group for samples.jsonl."""
+    return {
+        "step": step,
+        "question": group.problem.question,
+        "reference": group.problem.reference,
+        "texts": group.texts,
+        "answers": group.answers,
+        "truncated": group.truncated,
+        "R": R.tolist(),
+        **record,
+    }
+
+
+SHORT_NAMES = {
+    "reward": "reward",
+    "pass_at_1": "pass@1",
+    "answered": "answered",
+    "truncated": "cut",
+    "zero_advantage_groups": "zero-adv",
+    "entropy": "entropy",
+}
+
+
+def one_line(numbers):
+    """The most important numbers first, in three significant digits."""
+    return "  ".join(
+        f"{short} {brief(numbers[name])}" for name, short in SHORT_NAMES.items() if name in numbers
+    )
+
+
+def brief(x):
+    if x is None:
+        return "-"
+    return f"{x:.3g}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.3g}"
+
+
+def clock(seconds):
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+# ----------------------------------------------------------------------------------------- in words
+
+
+def header(args, actor, problems, last_step, memory):
+    """The lines that a run begins with."""
+    parameters = sum(p.numel() for p in actor.parameters())
+    verifiers = ", ".join(sorted({problem.verifier for problem in problems}))
+    yield (
+        f"{args.reward} on {args.dataset}: {len(problems):,} questions, verifier {verifiers}; "
+        f"{last_step:,} steps of {args.questions} questions x {args.samples} samples, "
+        f"up to {args.max_new_tokens:,} tokens each; learning rate {args.lr:g}"
+    )
+    yield (
+        f"{args.model or 'the toy model'}: {parameters:,} parameters, "
+        f"{dist.get_world_size()} x {actor.device.type}"
+    )
+    yield memory
+    if actor.device.type == "cpu" and parameters > 1e9:
+        tokens = args.questions * args.samples * args.max_new_tokens
+        operations = 12 * parameters * tokens  # sample 2, score 2, update 8 a parameter and token
+        hours = operations / (os.cpu_count() * 5e10) / 3600
+        yield (
+            f"On a CPU a step of {tokens:,} tokens takes about {hours:,.0f} hours (at 50 GFLOP/s a "
+            "core): use a GPU, a smaller model, or fewer questions, samples and tokens"
+        )
+
+
+def warning(numbers, max_new_tokens):
+    """What is wrong with a step, by its cause -> (cause, sentence), or None."""
+    answered, cut = numbers["answered"], numbers["truncated"]
+    if answered < 0.02 and cut > 0.5:
+        return "cut", (
+            f"{1 - answered:.0%} of the samples have no answer, and {cut:.0%} were cut off: "
+            f"raise --max-new-tokens ({max_new_tokens})"
+        )
+    if answered < 0.02:
+        return "unboxed", (
+            f"{1 - answered:.0%} of the samples have no answer: the model ends without "
+            r"\boxed{}. It needs a supervised start: docs/running.md, 'A supervised start'"
+        )
+    if numbers["zero_advantage_groups"] == 1:
+        return "alike", (
+            "in every group all samples received the same reward, so this step had no gradient. "
+            "If that goes on: docs/running.md, 'When nothing is learned'"
+        )
+
+
+def summary(out, last_step):
+    """The lines that a finished run ends with."""
+    lines = read_rows(out / "metrics.jsonl")
+    steps = [line for line in lines if "seconds" in line]
+    for name in "reward", "pass_at_1", "eval_exact_match", "answered":
+        if values := [line[name] for line in lines if line.get(name) is not None]:
+            yield f"  {name:16}  {brief(values[0])} at first, {brief(values[-1])} at last"
+    if not any(line["grad_norm"] for line in steps):
+        yield "  The weights have not changed: every gradient was 0. See docs/running.md"
+    minutes = {p: sum(line["seconds"][p] for line in steps) / 60 for p in steps[0]["seconds"]}
+    yield "  minutes           " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items())
+    yield f"  model             {out / 'checkpoints' / f'step-{last_step}'}"
+    yield f"  curves            python plot.py {out}"
+    yield f"  samples           open {out / 'samples.jsonl'} in docs/explore.html"
+
+
+# ---------------------------------------------------------------------------------------- the files
+
+
+class Report:
+    """What rank 0 writes and shows: config.json, metrics.jsonl (a line a step), samples.jsonl (the
+    first groups of each step), and a bar on a terminal or a plain line a step in a file. On other
+    ranks it does nothing."""
+
+    def __init__(self, out, args, first_step, last_step):
+        self.out, self.args, self.warned = out, args, set()
+        self.active = dist.get_rank() == 0
+        self.first_step, self.last_step, self.started = first_step, last_step, time.perf_counter()
+        shape = "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}"
+        self.bar = progress(total=last_step, initial=first_step - 1, bar_format=shape)
+        self.shown = {}
+        if not self.active:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out")}
+        config = {
+            "flags": flags,
+            "world_size": dist.get_world_size(),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+        write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
+        for name in "metrics.jsonl", "samples.jsonl":  # a resumed run rewrites its later steps
+            keep_steps_before(first_step if first_step > 1 else 0, out / name)
+
+    def log(self, numbers):
+        """One step, or the evaluation before the first, into metrics.jsonl and onto the screen."""
+        if not self.active:
+            return
+        # JSON has no nan and no infinity: null.
+        odd = [n for n, x in numbers.items() if isinstance(x, float) and not math.isfinite(x)]
+        append_rows(self.out / "metrics.jsonl", [numbers | dict.fromkeys(odd)])
+        step = numbers["step"]
+        if step == 0:
+            self.say(f"before training  {one_line(numbers)}")
+            return
+        seconds = (time.perf_counter() - self.started) / (step - self.first_step + 1)
+        self.shown |= {name: numbers[name] for name in SHORT_NAMES if name in numbers}
+        self.bar.set_description_str(one_line(self.shown), refresh=False)
+        self.bar.update()
+        if not sys.stderr.isatty():
+            eta = clock(seconds * (self.last_step - step))
+            text = f"step {step}/{self.last_step}  {one_line(numbers)}"
+            self.say(f"{text}  {seconds:.3g} s/step  eta {eta}")
+        cause, sentence = warning(numbers, self.args.max_new_tokens) or (None, None)
+        if cause and cause not in self.warned:
+            self.warned.add(cause)
+            self.say(f"warning at step {step}: {sentence}")
+
+    def keep_samples(self, step, groups, R, records):
+        if self.active:
+            kept = list(zip(groups, R, records))[:GROUPS_A_STEP]
+            append_rows(self.out / "samples.jsonl", [sample_record(step, *each) for each in kept])
+
+    def say(self, text):
+        """A line above the bar."""
+        if self.active:
+            self.bar.write(text, file=sys.stderr)
+
+    def close(self):
+        self.bar.close()

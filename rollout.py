@@ -1,0 +1,93 @@
+"""One question: its prompt, its N samples, and each sample cut into solution and answer. This file
+knows nothing of rewards.
+"""
+
+from dataclasses import dataclass
+
+import jinja2
+
+from data import Problem
+from engine.cli import InputError, first_line
+from engine.sampling import generate
+from engine.tokens import vocabulary
+
+
+@dataclass(frozen=True)
+class Group:
+    """One question with its N samples."""
+
+    problem: Problem
+    prompt: list[int]
+    completions: list[list[int]]  # N, as sampled, the stop token included
+    texts: list[str]  # N, the same as text
+    solution_lengths: list[int]  # N; s_i is completions[i][:solution_lengths[i]], all if no answer
+    answers: list[str | None]  # N; a_i, or None: no closed box
+    truncated: list[bool]  # N; cut off by the length limit
+    entropies: list[float]  # N; of the next token, in nats, mean over the completion
+
+    def context(self, i):
+        """q and s_i as token ids, up to just before the brace of the box."""
+        return self.prompt + self.completions[i][: self.solution_lengths[i]]
+
+
+# --------------------------------------------------------------------------------------- the prompt
+
+# The words of the paper's authors (they are in their code, not in the paper).
+SYSTEM = "You are a helpful assistant."
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+LETTER_ONLY = " Please only provide the letter of the answer in the box."
+
+
+def chat_messages(problem):
+    """The prompt for a problem, as chat messages."""
+    user = f"{problem.question}\n{INSTRUCTION}"
+    user += LETTER_ONLY if problem.verifier == "letter" else ""
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+
+
+def encode_prompt(tokenizer, problem):
+    """The prompt as token ids, through the chat template, or as plain text if the tokenizer has
+    none."""
+    messages = chat_messages(problem)
+    if not tokenizer.chat_template:
+        return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+    except jinja2.TemplateError as error:
+        raise InputError(f"the chat template refuses: {first_line(error)}") from error
+
+
+# -------------------------------------------------------------------------------------- the samples
+
+
+def sample(model, tokenizer, questions, N, max_new_tokens, **settings):
+    """N samples of each question -> list of Group. questions: pairs (Problem, prompt ids);
+    settings: of engine.sampling.generate."""
+    prompts = [prompt for _, prompt in questions for _ in range(N)]
+    completions, entropies = generate(model, prompts, max_new_tokens, **settings)
+    stops, groups = model.generation_config.eos_token_id, []
+    for k, (problem, prompt) in enumerate(questions):
+        mine = slice(k * N, (k + 1) * N)
+        groups.append(
+            to_group(tokenizer, stops, problem, prompt, completions[mine], entropies[mine])
+        )
+    return groups
+
+
+def to_group(tokenizer, stops, problem, prompt, completions, entropies):
+    """Cut each completion at its last closed box, whether or not the text was cut off later: base
+    models often go on after it."""
+    vocab = vocabulary(tokenizer)
+    boxes = [vocab.locate_answer(ids) for ids in completions]
+    return Group(
+        problem=problem,
+        prompt=prompt,
+        completions=completions,
+        texts=[vocab.join(ids).decode("utf-8", "replace") for ids in completions],
+        solution_lengths=[b.solution_length if b else len(c) for b, c in zip(boxes, completions)],
+        answers=[box.answer if box else None for box in boxes],
+        truncated=[ids[-1] not in stops for ids in completions],
+        entropies=entropies,
+    )

@@ -1,0 +1,76 @@
+"""A supervised start, for a model that does not box its answers.
+
+    python warm_start.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data demos.jsonl --out warm
+    python train.py --model warm --dataset mine.jsonl
+
+Each row of the file has a `question` (or `problem`) and a `solution` that ends in \\boxed{...}, as
+you would like the model to write it. Twenty rows can be enough.
+"""
+
+import random
+from pathlib import Path
+
+from data import Problem, to_problem
+from engine import cli, run
+from engine.cli import require
+from engine.files import read_rows
+from engine.policy import load
+from engine.supervised import supervise
+from engine.tokens import split_answer, vocabulary
+from rollout import encode_prompt
+
+
+def main():
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
+    add, count = parser.add_argument, cli.number(int, 1)
+    add("--model", required=True, help="Hugging Face model id or directory")
+    add("--data", required=True, help="file of demonstrations: question and boxed solution")
+    add("--out", required=True, help="new directory for the trained model")
+    add("--epochs", type=count, default=10, help="passes over the demonstrations")
+    add("--batch", type=count, default=8, help="demonstrations in an optimizer step")
+    add("--lr", type=cli.number(float, 1e-12), default=5e-5, help="highest learning rate of Adam")
+    add("--seed", type=int, default=0, help="of the order")
+    args = parser.parse_args()
+    device = run.init_ranks()
+    out = run.output_directory(args.out, "warm-start")
+    demonstrations = read_demonstrations(args.data)
+    model, tokenizer = load(args.model, device)
+    pairs = [
+        (encode_prompt(tokenizer, problem), vocabulary(tokenizer).encode(solution))
+        for problem, solution in demonstrations
+    ]
+
+    rng, order = random.Random(args.seed), []
+
+    def demonstrate():
+        if not order:
+            order.extend(rng.sample(pairs, len(pairs)))
+        return order.pop()
+
+    steps = max(2, args.epochs * len(pairs) // args.batch)
+    print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
+    model = model.float().train()  # Adam would hardly move bf16 weights
+    stop = tokenizer.eos_token_id
+    loss = supervise(model, demonstrate, steps, args.batch, args.lr, stop)
+    model.eval().save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    print(f"loss {loss:.3f} at last; go on with: python train.py --model {out} --dataset FILE")
+
+
+def read_demonstrations(path):
+    """-> list of (Problem, solution text)."""
+    require(Path(path).is_file(), f"--data {path}: no such file")
+    demonstrations = []
+    for number, row in enumerate(read_rows(path), start=1):
+        solution = row.get("solution")
+        boxed = isinstance(solution, str) and split_answer(solution)
+        require(boxed, rf"{path}, row {number}: expected a `solution` with a closed \boxed{{...}}")
+        problem = to_problem(row | {"answer": boxed[1]})
+        require(isinstance(problem, Problem), f"{path}, row {number}: {problem}")
+        demonstrations.append((problem, solution))
+    require(demonstrations, f"{path} is empty")
+    return demonstrations
+
+
+if __name__ == "__main__":
+    cli.run_script(main)
