@@ -33,8 +33,11 @@ LISTS = {
 @torch.no_grad()
 def sum_logprobs(model, context, continuations):
     """log pi of the given token ids after a context -> [len(continuations)]."""
-    logp = policy.logprobs(model, pad([context + ids for ids in continuations]).to(model.device))
-    return torch.stack([row[len(context) :][: len(i)].sum() for row, i in zip(logp, continuations)])
+    ids = pad([context + ids for ids in continuations]).to(model.device)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    logp = policy.token_logprobs(hidden.flatten(0, 1), model.lm_head, ids[:, 1:].flatten())
+    rows = zip(logp.view(len(ids), -1)[:, len(context) - 1 :], continuations)
+    return torch.stack([row[: len(ids)].sum() for row, ids in rows])
 
 
 def main():
@@ -50,7 +53,8 @@ def main():
         answers, context = list(answers), vocab.encode(text)
         sampled, _ = generate(model, [context] * args.samples, 12)
         found = [vocab.locate_answer(context + ids) for ids in sampled]
-        given = sum(f is not None and f[0] == len(context) and f[1] in answers for f in found)
+        found = [box for box in found if box and box.solution_length == len(context)]
+        given = sum(box.answer in answers for box in found)
         after_brace = context + vocab.encode("{")
         p = {
             "no brace": sum_logprobs(model, after_brace, [vocab.encode(a) for a in answers]),

@@ -1,12 +1,11 @@
-"""Every reward on the toy, from the same warm starts, and the paper's M sweep (Table 3) in small;
-or the toy's questions to a real model.
+"""Every reward on the toy, from the same warm starts; or the toy's questions to a real model.
 
     python benchmarks/compare_rewards.py --jobs 2
     python benchmarks/compare_rewards.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
 One run after the other (--jobs at once) into runs/compare_rewards/. A finished run adds a line to
 the CSV; started again, the script goes on where it stopped. At the end it writes the table beside
-the CSV, and draws the runs of a real model.
+the CSV and draws the runs.
 """
 
 import os
@@ -24,59 +23,52 @@ from tqdm import tqdm
 import plot
 import rewards
 import toy
-from data import read_rows, require
 from engine import cli, policy, run
+from engine.files import checkpoints, read_flags, read_rows
+from engine.supervised import supervise
 
 RUNS = ROOT / "runs" / "compare_rewards"
-TOY = {name: f"--reward {name}" for name in rewards.REWARDS}
-TOY |= {f"cer, M = {M}": f"--questions 8 --samples 16 --m {M}" for M in (1, 2, 4, 8, 16)}
-REAL = {name: f"--reward {name}" for name in ("cer", "exact", "rule")}
 TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy.LEARNING_RATE)
 REAL_RECIPE = "--questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --eval-limit 50"
-REAL_RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1 --microbatch-tokens 4096"
+REAL_RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1"
 
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
-    add("--model", help="a real model, Hugging Face id or directory (default: the toy's)")
-    add("--seeds", type=int, nargs="+", help="(default: 0 1 2; of a real model 0 1)")
-    add("--steps", type=count, help="(default: 200; of a real model 30)")
+    add("--model", help="a real model, Hugging Face id or directory; without it the toy's")
+    add(
+        "--rewards", nargs="+", choices=rewards.REWARDS, default=list(rewards.REWARDS), help="names"
+    )
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run for each")
+    add("--steps", type=count, help="without it 200; of a real model 30")
     add("--jobs", type=count, default=1, help="runs at a time; several take one CPU core each")
-    add("--only", nargs="+", help="only these rewards")
-    add("--out", type=Path, help="the CSV, one for each model (default: in benchmarks/results)")
+    add("--out", type=Path, help="the CSV; without it one for each model in benchmarks/results")
     args = parser.parse_args()
-    configurations, stem = (REAL, "real_model") if args.model else (TOY, "compare_rewards")
-    only, steps = args.only or list(configurations), args.steps or (30 if args.model else 200)
-    unknown = set(only) - set(configurations)
-    require(not unknown, f"--only takes {', '.join(configurations)}")
+    steps, stem = args.steps or (30 if args.model else 200), "real_model" if args.model else "toy"
     path = args.out or ROOT / "benchmarks" / "results" / f"{stem}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     run.init_ranks()
 
-    seeds = args.seeds or ([0, 1] if args.model else [0, 1, 2])
     done = {(line["name"], line["seed"], line["steps"]) for line in read(path)}
-    jobs = [(name, seed) for seed in seeds for name in only if (name, seed, steps) not in done]
+    jobs = [(r, s) for s in args.seeds for r in args.rewards if (r, s, steps) not in done]
     prefix = Path(args.model).name if args.model else stem
-
-    starts, recipe = {}, REAL_RECIPE
+    recipe, starts = REAL_RECIPE if args.model else TOY_RECIPE, {}
     for seed in {seed for _, seed in jobs}:  # a warm start for all rewards; of a real model one
         if args.model:
             starts[seed] = make(RUNS / f"{prefix}-warm-start", warm_start, args.model)
         else:
             starts[seed] = make(RUNS / f"{prefix}-warm-start-{seed}", toy.warm_start, seed)
-    if not args.model:
-        recipe = f"{TOY_RECIPE} --verifier-model {RUNS / 'verifier'}"
-        if any(name == "general-verifier" for name, _ in jobs):
-            make(RUNS / "verifier", train_verifier)
+    if "general-verifier" in {reward for reward, _ in jobs}:
+        recipe += f" --verifier-model {make(RUNS / 'verifier', train_verifier)}"
 
     def one(job):
-        name, seed = job
-        out = RUNS / f"{prefix}-{name.replace(', M = ', '-m')}-{seed}"
-        command = f"--model {starts[seed]} --dataset toy --seed {seed} --steps {steps} --out {out}"
-        command += f" {recipe} {configurations[name]}"
+        reward, seed = job
+        out = RUNS / f"{prefix}-{reward}-{seed}"
+        command = f"--model {starts[seed]} --dataset toy --reward {reward} --seed {seed}"
+        command += f" --steps {steps} --out {out} {recipe}"
         train(command, out, steps, threads=1 if args.jobs > 1 or not args.model else None)
-        return result(name, seed, out, steps)
+        return result(reward, seed, out, steps)
 
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), unit="run") as bar:
         for line in pool.map(one, jobs):
@@ -86,9 +78,8 @@ def main():
     text = table(pandas.DataFrame(read(path)))
     path.with_suffix(".md").write_text(text)
     print(text)
-    if args.model:
-        runs = sorted(out for out in RUNS.glob(f"{prefix}-*") if run.checkpoints(out))
-        plot.draw_curves(runs, path.with_suffix(".png"))
+    runs = sorted(out for out in RUNS.glob(f"{prefix}-*") if checkpoints(out))
+    plot.draw_curves(runs, path.with_suffix(".png"))
 
 
 def make(directory, maker, *args):
@@ -104,46 +95,49 @@ def warm_start(directory, model, steps=60):
     """A real model after some supervised steps on the toy's demonstrations: it boxes answers in all
     eight forms. Its prompt is then the toy's, the question alone."""
     torch.manual_seed(0)
-    model, tokenizer = policy.load(model, run.compute_device())
+    model, tokenizer = policy.load(model, "cpu")
     tokenizer.chat_template = toy.CHAT_TEMPLATE
     rng, (_, train) = random.Random(0), toy.stories()
-    demonstrate = lambda: toy.demonstration(rng, train)  # noqa: E731
-    toy.supervise(model.float().train(), tokenizer, demonstrate, steps, batch=24, lr=1e-4)
+
+    def demonstrate():
+        return tokenizer(list(toy.demonstration(rng, train)), add_special_tokens=False)["input_ids"]
+
+    stop = tokenizer.eos_token_id
+    supervise(model.float().train(), demonstrate, steps, batch=24, lr=1e-4, stop=stop)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
 def train(flags, out, steps, threads):
     """One training run in a process of its own, or the rest of it."""
-    saved = [step for step, _ in run.checkpoints(out)]
+    saved = [step for step, _ in checkpoints(out)]
     if steps in saved:
         return
-    log, environment = out.with_suffix(".log"), dict(os.environ)
-    environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     command = f"train.py {f'--out {out} --resume' if saved else flags}"
+    log = out.with_suffix(".log")
     with open(log, "a") as file:
-        options = dict(cwd=ROOT, env=environment, stderr=file, stdout=file)
-        code = subprocess.run([sys.executable, *command.split()], **options).returncode
-    require(code == 0, f"{command} failed: see {log}")
+        ended = subprocess.run(
+            [sys.executable, *command.split()], cwd=ROOT, env=environment, stdout=file, stderr=file
+        )
+    cli.require(ended.returncode == 0, f"{command} failed: see {log}")
 
 
-def result(name, seed, out, steps):
+def result(reward, seed, out, steps):
     """A run's line of the CSV."""
-    flags = run.read_flags(out)
+    flags = read_flags(out)
     lines = pandas.DataFrame(read_rows(out / "metrics.jsonl")).set_index("step")
     scores, taken = lines.pass_at_1.dropna(), lines[lines.reward.notna()]
     seconds = pandas.DataFrame(taken.seconds.tolist()).sum()
     at_end = taken[-steps // 4 :]
     return {
-        "name": name,
+        "name": reward,
         "seed": seed,
         **{flag: flags[flag] for flag in ("questions", "samples", "lr", "steps")},
         "pass@1 start": round(scores[0], 4),
         "pass@1 middle": round(scores.iloc[len(scores) // 2], 4),
         "pass@1 end": round(scores[steps], 4),
-        "mean reward": round(taken.reward.mean(), 4),
         "mean reward at the end": round(at_end.reward.mean(), 4),
-        "exact match at the end": round(at_end.exact_match.mean(), 4),
         "entropy at the end": round(at_end.entropy.mean(), 4),
         "zero-advantage groups": round(taken.zero_advantage_groups.mean(), 4),
         **{f"{part} seconds": round(s, 1) for part, s in seconds.items()},
@@ -159,13 +153,12 @@ def table(lines):
     """Mean over the seeds, and their spread (lowest to highest)."""
     names = ["pass@1 start", "pass@1 middle", "pass@1 end", "mean reward at the end"]
     names += ["entropy at the end", "zero-advantage groups"]
-    names = [name for name in names if name in lines]  # an older CSV has no entropy
-    head = ["reward", *names, "sample / reward / update seconds"]
     seeds = lines.groupby("name", sort=False)
     cells = seeds[names].agg(lambda x: f"{x.mean():.2f} ({x.min():.2f} to {x.max():.2f})")
     parts = seeds[["sample seconds", "reward seconds", "update seconds"]].mean().to_numpy()
     cells["seconds"] = [" / ".join(f"{seconds:.0f}" for seconds in of) for of in parts]
     rows = [[f"`{name}`", *row] for name, row in zip(cells.index, cells.to_numpy())]
+    head = ["reward", *names, "sample / reward / update seconds"]
     note = f"Seeds {sorted(set(lines.seed))}, commit {', '.join(sorted(set(lines.commit)))}: "
     return f"{markdown(head, rows)}\n\n{note}mean (lowest to highest).\n"
 
@@ -193,11 +186,13 @@ def train_verifier(directory, steps=900):
 
     def demonstrate():
         (question, reference, answer), (number, said) = pair(train)
-        asked = dict(question=question, reference=reference, answer=answer)
+        prompt = rewards.VERIFIER_PROMPT.format(
+            question=question, reference=reference, answer=answer
+        )
         decision = f" {number:02} {said:02} Final Decision: {'Yes' if number == said else 'No'}"
-        return rewards.VERIFIER_PROMPT.format(**asked), decision
+        return tokenizer([prompt, decision])["input_ids"]
 
-    toy.supervise(model, tokenizer, demonstrate, steps)
+    supervise(model, demonstrate, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     asked = [pair(held_out) for _ in range(500)]

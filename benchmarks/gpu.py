@@ -17,11 +17,11 @@ from measure import SHAPES, measure, prompts_that_end, random_model, where
 from transformers import Qwen3Config
 
 import toy
-from cer import answer_logprobs, log_finished
+from cer import answer_logprobs, closing_tokens, log_finished
 from engine import cli, policy, run
 from engine.sampling import generate
 from engine.tokens import pad, vocabulary
-from rloo import Row, update
+from rloo import TrainingRow, update
 
 LENGTHS = {"tiny": 12, "small": 256}  # what the others call 1,000 tokens is this long
 
@@ -39,7 +39,7 @@ def main():
     tokenizer = toy.build_tokenizer()  # what the tokens say does not matter here
     config = Qwen3Config(eos_token_id=1, **SHAPES[shape])
     model = random_model(config, dtype, device).eval()
-    policy.neutralise_generation(model, tokenizer)
+    policy.reset_generation_config(model, tokenizer)
     origin = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), **where()}
     parts = scoring, decoding, sampling, updating
     for part in parts:
@@ -75,10 +75,8 @@ def full_passes(model, tokenizer, contexts, answers):
         path = vocab.encode("{" + answer)
         ids = pad([context + path for context in contexts]).to(model.device)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        logp = model.lm_head(hidden[:, -len(path) - 1 :]).float().log_softmax(-1)
-        rest = [vocab.join(path[i:]) + b"}" for i in range(len(path) + 1)]
-        closers = [vocab.beginning_with(missing) for missing in rest]
-        scores.append(log_finished(logp, path, closers))
+        states = hidden[:, -len(path) - 1 :]
+        scores.append(log_finished(model.lm_head, states, path, closing_tokens(vocab, path)))
     return torch.stack(scores)
 
 
@@ -114,8 +112,8 @@ def updating(model, tokenizer, length, repeats, rows=16):
     """One optimizer step of the sharded fp32 policy; floating-point operations as a share of what a
     large matrix product reaches (what the backward pass computes again does not count)."""
     tokens, config = round(1.15 * length), model.config
-    trained = policy.shard(random_model(config, torch.float32, model.device))
-    batch = [Row([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
+    trained = policy.Policy(random_model(config, torch.float32, model.device))
+    batch = [TrainingRow([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=model.device.type == "cuda")
     update(trained, optimizer, batch[:1], 1e-6, 16384)  # warm-up
     _, seconds, peak = measure(lambda: update(trained, optimizer, batch, 1e-6, 16384), repeats)
