@@ -48,7 +48,7 @@ def compute_rewards(reward, a, reference, log_pi, F, M):
     N = a.shape[-1]
     log_P = log_pi.gather(-1, reference[..., None])[..., 0]  # log pi(a*|s_j)  [K, B, N]
     log_W = log_pi.gather(-1, a[:, :, None].expand(-1, -1, N, -1)).mT  # log pi(a_i|s_j)  [.., N, N]
-    if M < N:  # a sample's own solution, and others at random
+    if M < N:  # its own solution and others at random (cer.py: all that gave the answer first)
         keys = torch.eye(N) + torch.rand(log_W.shape)
         log_W[keys < keys.topk(M).values[..., -1:]] = -torch.inf
     return {

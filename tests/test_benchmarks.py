@@ -7,6 +7,7 @@ import gpu
 import judge
 import pandas
 import pytest
+import torch
 
 
 def test_speed(script):
@@ -35,52 +36,50 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real
     monkeypatch.setattr(compare_rewards, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(compare_rewards.toy.warm_start, "__defaults__", (30,))
     monkeypatch.setattr(compare_rewards.warm_start, "__defaults__", (3,))
-    flags = f"--only cer --seeds 0 --steps 2 --out {tmp_path}/table.csv"
+    flags = f"--rewards cer --seeds 0 --steps 2 --out {tmp_path}/table.csv"
     flags += f" --model {toy_model_dir}" if real else ""
     for _ in range(2):
         code, out, err = script(compare_rewards, flags)
         assert code == 0, err
     lines = pandas.read_csv(tmp_path / "table.csv")
     assert lines.name.tolist() == ["cer"] and lines.lr.tolist() == [[6e-4, 1e-5][real]]
-    assert (tmp_path / "table.png").exists() == real
+    assert (tmp_path / "table.png").exists()
 
 
 def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, toy_model_dir):
-    """Two seeds of twenty questions; started again, nothing is sampled again."""
+    """Two seeds of twenty questions; a seed that is run again replaces its lines."""
     monkeypatch.setattr(judge, "ROOT", tmp_path)
     flags = f"--model {toy_model_dir} --name toy --questions 20 --samples 4 --out {tmp_path}/j.csv"
     for seed in 0, 1, 1:
         code, out, err = script(judge, f"{flags} --seed {seed}")
         assert code == 0, err
-    code, _, err = script(judge, flags.replace("--samples 4", "--samples 5"))
-    assert code == 2 and "holds samples taken with other flags" in err
-    assert "| `cer, M = 4` |" in out and (tmp_path / "j.png").exists()
-    lines = (
-        pandas.read_csv(tmp_path / "j.csv")
-        .set_index(["seed", "statistic", "which"])["mean"]
-        .sort_index()
-    )
+    assert "| `cer, M = 4` |" in out and "`rule+cer`" in out and (tmp_path / "j.png").exists()
+    table = pandas.read_csv(tmp_path / "j.csv")
+    lines = table.set_index(["seed", "statistic", "which"])["mean"].sort_index()
     assert not lines.index.duplicated().any()
     groups = pandas.read_json(tmp_path / "runs/judge/toy-1/samples.jsonl", lines=True)
     assert len(groups) == 20
-    paid = groups.R.map(sum).sum() / 80
-    assert lines[1, "mean reward", "cer, M = 4"] == pytest.approx(paid, abs=1e-4)
-    assert lines[1, "share of answers"].sum() == pytest.approx(1, abs=0.05)
+    received = groups.R.map(sum).sum() / 80
+    assert lines[1, "mean reward", "cer, M = 4"] == pytest.approx(received, abs=1e-4)
+    assert lines[1, "share of answers"].sum() == pytest.approx(1, abs=0.1)
 
 
 def test_statistics_of_one_question_by_hand():
     """Two right samples, a slip after right work, and one without an answer."""
     question = "Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"
-    group = dict(kind="toy", question=question, reference="14")
+    group = dict(question=question, reference="14")
     group |= dict(answers=["14", "14 eggs", "18", None])
     group |= dict(texts=["3*4=12; 12+2=14", "3*4=12; 12+2", "3*4=12; 12+2=14", "3+4=7; 7+2=9"])
-    group |= dict(correct=[True, True, False, False], verdicts=["right", "right", "wrong", None])
-    group |= dict(solutions=[0, 1, 2], distinct_answers=["14", "14 eggs", "18"], P=[0.5, 0.2, 0.3])
-    group |= dict(W=[[0.5, 0.2, 0.3], [0.4, 0.3, 0.1], [0.1, 0.1, 0.8]])
+    group |= dict(correct=[True, True, False, False])
+    group |= dict(columns=[0, 1, 2], distinct_answers=["14", "14 eggs", "18"])
+    log_W = torch.tensor([[0.5, 0.2, 0.3], [0.4, 0.3, 0.1], [0.1, 0.1, 0.8]]).log()
+    group |= dict(log_W=log_W.tolist(), log_P=torch.tensor([0.5, 0.2, 0.3]).log().tolist())
     found = judge.statistics(group)
     boxes = dict(answers=["", "14 eggs", "18", None], distinct_answers=["", "14 eggs", "18"])
     empty = judge.rewards_of(group | boxes)
-    assert empty["cer, M = 4"][0] == 0 and empty["verifree"][0] == 0.5  # an empty box earns no CER
+    assert empty["cer, M = 4"][0] == 0 and empty["verifree"][0] == pytest.approx(
+        0.5
+    )  # an empty box gets no CER
     assert found["AUC", "exact"] == 0.75 and found["AUC", "rule"] == 1.0
     assert found["AUC", "verifree"] == 0.75  # of .5 and .2 against .3 and 0
     assert found["mean reward", "cer, M = 1"] == pytest.approx((0.5 + 0.2 + 0.3) / 4)

@@ -2,7 +2,6 @@
 the console is read back."""
 
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -218,10 +217,6 @@ def test_the_files_of_both_scripts_open(script, tmp_path, toy_model_dir):
     code, _, err = script(evaluate, f"--model {toy_model_dir} {flags}")
     assert code == 0, err
     groups = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
-    for g in groups:
-        if "W" in g:  # written before the names changed
-            log = [[math.log(w) if w else None for w in row] for row in [*g.pop("W"), g.pop("P")]]
-            g |= {"log_W": log[:-1], "log_P": log[-1], "columns": g.pop("solutions")}
     samples = (tmp_path / "eval/samples.jsonl").read_text()
     found = in_browser(
         tmp_path,
