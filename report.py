@@ -94,13 +94,14 @@ def clock(seconds):
 # ----------------------------------------------------------------------------------------- in words
 
 
-def header(args, actor, problems, last_step, memory):
+def header(out, args, actor, problems, last_step, memory):
     """The lines that a run begins with."""
     parameters = sum(p.numel() for p in actor.parameters())
     verifiers = ", ".join(sorted({problem.verifier for problem in problems}))
+    steps = f"{last_step:,} step{'s' if last_step > 1 else ''}"
     yield (
         f"{args.reward} on {args.dataset}: {len(problems):,} questions, verifier {verifiers}; "
-        f"{last_step:,} steps of {args.questions} questions x {args.samples} samples, "
+        f"{steps} of {args.questions} questions x {args.samples} samples, "
         f"up to {args.max_new_tokens:,} tokens each; learning rate {args.lr:g}"
     )
     yield (
@@ -108,6 +109,7 @@ def header(args, actor, problems, last_step, memory):
         f"{dist.get_world_size()} x {actor.device.type}"
     )
     yield memory
+    yield f"files: {out}"
     if actor.device.type == "cpu" and parameters > 1e9:
         tokens = args.questions * args.samples * args.max_new_tokens
         operations = 12 * parameters * tokens  # sample 2, score 2, update 8 a parameter and token

@@ -168,9 +168,9 @@ def main():
         REWARDS[args.reward], actor=actor, tokenizer=tokenizer, M=args.m, verifier=verifier
     )
     rows_of = verifree_rows if args.reward == "verifree" else rloo_rows
-    for line in report.header(args, actor, problems, last_step, memory) if rank == 0 else ():
-        logger.info(line)
     log, skipped = report.Report(out, args, first_step, last_step), 0
+    for line in report.header(out, args, actor, problems, last_step, memory):
+        log.say(line)
     with run.StopRequest() as stop:
         if args.eval_dataset and first_step == 1:
             log.log({"step": 0, **evaluation(actor, tokenizer, eval_problems, args)})

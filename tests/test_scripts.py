@@ -117,6 +117,15 @@ def test_resume(script, tmp_path, stopped_run):
     assert code == 2 and "nowhere: no such directory" in err
 
 
+def test_a_rate_that_decays_and_the_verifier_stay_as_they_were(script, toy_model_dir):
+    flags = f"--model {toy_model_dir} {FAST} --lr-end 0.5 --out run"
+    assert script(train, flags)[0] == 0
+    for changed in "--steps 4", "--verifier-model other":
+        code, _, err = script(train, f"--out run --resume {changed}")
+        name, value = changed[2:].replace("-", "_").split()
+        assert code == 2 and f"{name} was " in err and f"and is {value}" in err
+
+
 def test_resume_from_broken_files_is_refused(script, tmp_path, stopped_run):
     shard = next((tmp_path / "parts/checkpoints/step-2/training").glob("*.safetensors"))
     cases = {

@@ -1,14 +1,9 @@
 """examples/two_tables.py: its step against the enumerated expectation, and its claims."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 from two_tables import rloo_loss, train, two_tables
 
 REWARDS = ["exact match", "perfect verifier", "VeriFree", "CER", "Rule+CER"]
