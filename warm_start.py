@@ -26,7 +26,7 @@ def main():
     add("--model", required=True, help="Hugging Face model id or directory")
     add("--data", required=True, help="file of demonstrations: question and boxed solution")
     add("--out", required=True, help="new directory for the trained model")
-    add("--epochs", type=count, default=10, help="passes over the demonstrations")
+    add("--epochs", type=count, default=4, help="passes over the demonstrations")
     add("--batch", type=count, default=8, help="demonstrations in an optimizer step")
     add("--lr", type=cli.number(float, 1e-12), default=5e-5, help="highest learning rate of Adam")
     add("--seed", type=int, default=0, help="of the order")

@@ -28,6 +28,8 @@ def supervise(model, demonstrate, steps, batch, lr, stop):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            if (step + 1) % 20 == 0 or step + 1 == steps:
+            if (step + 1) % max(1, steps // 10) == 0:
                 bar.set_postfix(loss=f"{loss.item():.3f}")
+                if bar.disable:  # no terminal: a plain line
+                    bar.write(f"supervised start {step + 1}/{steps}  loss {loss.item():.3f}")
     return loss.item()

@@ -46,7 +46,7 @@ def split_answer(text):
     return found
 
 
-# The box, any other escape, a plain brace.
+# The box, any other escape (which may not swallow the backslash of a box), a plain brace.
 BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
 
 
@@ -86,16 +86,16 @@ class Vocabulary:
         return b"".join(self.bytes[i] for i in ids)
 
     def beginning_with(self, prefix):
-        """Ids of the tokens whose bytes begin with `prefix` (which ends in "}", so its last byte
-        can be raised by one)."""
+        """Ids of the tokens whose bytes begin with `prefix`. They lie between it and the prefix with
+        its last byte, a "}", incremented."""
         low = bisect.bisect_left(self.sorted, prefix)
         high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))
         return self.order[low:high]
 
     def locate_answer(self, ids):
         """The last closed box in sampled ids -> Box, or None. The ids are cut as they were sampled
-        and never tokenised again. If the brace lies inside a token, which is rare, there is no
-        place to cut and so no answer."""
+        and never tokenised again. If the opening brace is not the first byte of its token, which is
+        rare, they cannot be cut there: None."""
         # latin-1 reads every byte as one character, so that offsets count bytes.
         text = self.join(ids).decode("latin-1")
         found = split_answer(text)
@@ -103,15 +103,14 @@ class Vocabulary:
             return None
         opening, answer = found
         closing = opening + 1 + len(answer)
-        ends = list(
-            itertools.accumulate(len(self.bytes[i]) for i in ids)
-        )  # of each token, in bytes
-        solution_length = bisect.bisect_right(ends, opening)  # the first token that ends behind it
-        if ends[solution_length - 1] != opening:
+        sizes = [len(self.bytes[i]) for i in ids]
+        ends = list(itertools.accumulate(sizes))  # of each token, in bytes
+        if opening not in ends:
             return None
-        last = ends[bisect.bisect_right(ends, closing)]
-        as_text = lambda s: s.encode("latin-1").decode("utf-8", "replace")  # noqa: E731
-        return Box(solution_length, as_text(answer), as_text(text[closing:last]))
+        solution_length = bisect.bisect_right(ends, opening)  # the token that begins with the brace
+        rest = text[closing : ends[bisect.bisect_right(ends, closing)]]
+        answer, rest = (s.encode("latin-1").decode("utf-8", "replace") for s in (answer, rest))
+        return Box(solution_length, answer, rest)
 
 
 @functools.lru_cache(maxsize=8)
@@ -121,7 +120,7 @@ def vocabulary(tokenizer):
 
 def token_bytes(tokenizer):
     """The bytes of each token, [len(tokenizer)]; b"" for special tokens and unused ids."""
-    # As in Qwen, Llama 3 and most others, a token is written with one printable character a byte.
+    # As in Qwen, Llama 3 and most others, each byte of a token is stored as a printable character.
     if not (tokenizer.is_fast and "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)):
         raise ValueError("only byte-level tokenizers (with a tokenizer.json) are supported")
     byte = {character: b for b, character in bytes_to_unicode().items()}
@@ -144,7 +143,7 @@ def pad(lists, side="right"):
 
 
 def batches(lengths, budget):
-    """Positions in `lengths`, shortest first -> lists of them whose padded size (how many x the
+    """Indices of `lengths`, shortest first -> lists of them whose padded size (how many x the
     longest) stays within the budget. A length over the budget gets a list of its own."""
     batch = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
