@@ -1,7 +1,6 @@
 """The data sets, by name or from a file: rows of questions and reference answers -> problems.
 
-One row format serves hub data sets and local files alike, so a file with a hub data set's columns
-behaves like that data set.
+One row format serves hub data sets and local files alike.
 """
 
 import logging
@@ -76,9 +75,9 @@ def load_problems(name_or_path, limit=None):
     if left_out:
         first = "; ".join(left_out[:3])
         logger.warning("%s: left out %d of %d rows (%s)", name, len(left_out), len(rows), first)
-    if is_file and not looks_mathematical(problems):
-        problems = [replace(p, verifier="text") if p.verifier == "math" else p for p in problems]
-    return problems[:limit]
+    undecided = [problem for problem in problems if problem.verifier is None]
+    default = "text" if is_file and not looks_mathematical(undecided) else "math"
+    return [replace(p, verifier=p.verifier or default) for p in problems[:limit]]
 
 
 def hub_rows(name):
@@ -102,8 +101,8 @@ def beyond_mathematics(row):
 
 
 def to_problem(row):
-    """One row -> Problem, or a few words on what it lacks. References are never stripped or
-    rewritten; numbers become text."""
+    """One row -> Problem (verifier None: the row does not say), or a few words on what it lacks.
+    References are never stripped or rewritten; numbers become text."""
     question, options = row.get("question") or row.get("problem"), row.get("options")
     reference = (row.get("answer_letter") if options else None) or row.get("answer")
     if reference in (None, "") and is_text(row.get("solution")):
@@ -117,16 +116,16 @@ def to_problem(row):
         return "no question"
     if not is_text(reference):
         return "no reference answer"
+    verifier = row.get("verifier")
+    if verifier not in [None, *VERIFIERS]:
+        return f"the verifier {verifier!r} is not one of {', '.join(VERIFIERS)}"
     if not options:
-        verifier = row.get("verifier") or "math"
-        if verifier not in list(VERIFIERS):
-            return f"the verifier {verifier!r} is not one of {', '.join(VERIFIERS)}"
         return Problem(question, reference, verifier)
     by_letter = dict(zip("ABCDEFGHIJ", options)) if isinstance(options, list) else {}  # at most 10
     if reference not in by_letter:
         return "the answer is not the letter of an option"
     lines = [f"{letter}: {option}" for letter, option in by_letter.items()]
-    return Problem("\n".join([question, *lines]), reference, verifier="letter")
+    return Problem("\n".join([question, *lines]), reference, verifier or "letter")
 
 
 def is_text(value):

@@ -7,6 +7,7 @@ top-k 20.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import pandas
@@ -29,11 +30,15 @@ def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
     summary: pass_at_1 (mean over questions of the share of right samples), stderr (of that mean,
     over questions: how much another draw of questions would move it), exact_match, answered and
     truncated (shares of samples), tokens (mean length of a completion), questions, runs. settings:
-    max_new_tokens, temperature, top_p, top_k.
+    max_new_tokens (at most what the model's positions leave), temperature, top_p, top_k.
     """
     run.seed_everything(seed, "evaluation")
     rank, world = dist.get_rank(), dist.get_world_size()
     questions = [(problem, encode_prompt(tokenizer, problem)) for problem in problems[rank::world]]
+    positions = getattr(model.config, "max_position_embeddings", 0)
+    room = positions - max((len(prompt) for _, prompt in questions), default=0)
+    if 0 < room < settings["max_new_tokens"]:
+        settings["max_new_tokens"] = room
     groups = sample(model, tokenizer, questions, runs, name="evaluation", **settings)
     records = [
         {
@@ -56,7 +61,7 @@ def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
         "pass_at_1": by_question.mean(),
         "stderr": by_question.sem() if len(problems) > 1 else None,
         "exact_match": (samples.answer == samples.reference).mean(),
-        "answered": samples.answer.notna().mean(),
+        "answered": samples.answer.map(bool).mean(),  # an empty box is no answer
         "truncated": samples.truncated.mean(),
         "tokens": samples.tokens.mean(),
         "questions": len(problems),
@@ -101,10 +106,11 @@ def main():
     results = {}
     for name, problems in datasets.items():
         settings = cli.sampling_settings(args) | {"seed": args.seed}
-        runs = args.runs or RUNS.get(problems[0].verifier, 16)
+        runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
         results[name], records = evaluate(model, tokenizer, problems, runs, **settings)
         if dist.get_rank() == 0:  # after each data set: the next may take hours
             append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])
+            print(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}", file=sys.stderr, flush=True)
             report = {"args": vars(args), "results": results}
             write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
     if dist.get_rank() == 0:

@@ -1,8 +1,8 @@
 """What a run says: a header, a line a step, warnings, a summary; and its files metrics.jsonl and
 samples.jsonl."""
 
+import datetime
 import json
-import logging
 import math
 import os
 import sys
@@ -15,8 +15,6 @@ import transformers
 from engine.cli import progress
 from engine.files import append_rows, keep_steps_before, read_rows, write_atomically
 
-logger = logging.getLogger("train")
-
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 
 
@@ -26,8 +24,7 @@ GROUPS_A_STEP = 2  # kept in samples.jsonl
 def describe(group, R, A, record):
     """One group in numbers, for metrics.jsonl. R, A [N]; record: of its reward."""
     N, verdicts = len(R), record.get("verdicts", [])
-    # An empty box is no answer, unless the reference is empty too.
-    given = [a for a in group.answers if a or a == group.problem.reference]
+    given = [answer for answer in group.answers if answer]  # an empty box is no answer
     return {
         "reward": R.mean().item(),
         "exact_match": group.answers.count(group.problem.reference) / N,
@@ -43,7 +40,7 @@ def describe(group, R, A, record):
 
 
 def means(described):
-    """The mean over the groups of a step; a number that a group does not have counts as 0."""
+    """The mean over the groups of a step. A number that is missing from a group counts as 0."""
     names = sorted({name for numbers in described for name in numbers})
     return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
 
@@ -80,15 +77,7 @@ def one_line(numbers):
 
 
 def brief(x):
-    if x is None:
-        return "-"
     return f"{x:.3g}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.3g}"
-
-
-def clock(seconds):
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 # ----------------------------------------------------------------------------------------- in words
@@ -133,7 +122,7 @@ def warning(numbers, max_new_tokens):
             f"{1 - answered:.0%} of the samples have no answer: the model ends without "
             r"\boxed{}. It needs a supervised start: docs/running.md, 'A supervised start'"
         )
-    if numbers["zero_advantage_groups"] == 1:
+    if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "alike", (
             "in every group all samples received the same reward, so this step had no gradient. "
             "If that goes on: docs/running.md, 'When nothing is learned'"
@@ -194,13 +183,14 @@ class Report:
         step = numbers["step"]
         if step == 0:
             self.say(f"before training  {one_line(numbers)}")
+            self.started = time.perf_counter()
             return
         seconds = (time.perf_counter() - self.started) / (step - self.first_step + 1)
         self.shown |= {name: numbers[name] for name in SHORT_NAMES if name in numbers}
         self.bar.set_description_str(one_line(self.shown), refresh=False)
         self.bar.update()
         if not sys.stderr.isatty():
-            eta = clock(seconds * (self.last_step - step))
+            eta = datetime.timedelta(seconds=round(seconds * (self.last_step - step)))
             text = f"step {step}/{self.last_step}  {one_line(numbers)}"
             self.say(f"{text}  {seconds:.3g} s/step  eta {eta}")
         cause, sentence = warning(numbers, self.args.max_new_tokens) or (None, None)

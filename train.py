@@ -105,15 +105,15 @@ def parse_args():
     """The value of a flag is the one given on the command line; else that of the run to resume, or
     the toy's; else the paper's."""
     parser = make_parser()
-    given, saved = parser.parse_args(), {}
+    given, saved, defaults = parser.parse_args(), {}, {}
     if given.resume:
         require(given.out, "--resume needs --out, the run to go on with")
-        saved = read_flags(given.out)
+        saved = defaults = read_flags(given.out)
     elif given.dataset == "toy" or not (given.dataset or given.model):
-        saved = {"dataset": "toy", **toy.FLAGS, **({} if given.model else toy.LEARNING_RATE)}
+        defaults = {"dataset": "toy", **toy.FLAGS, **({} if given.model else toy.LEARNING_RATE)}
+    parser.set_defaults(**defaults)
     if given.epochs:
-        saved["steps"] = None
-    parser.set_defaults(**saved)
+        parser.set_defaults(steps=None)
     args = parser.parse_args()
     args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
@@ -137,14 +137,15 @@ def main():
     args = parse_args()
     device = run.init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
-    name = f"{Path(args.dataset).stem}-{args.reward}"
-    out = Path(args.out) if args.resume else run.output_directory(args.out, name)
+    name = Path(args.dataset).stem if Path(args.dataset).is_file() else args.dataset
+    out = args.out if args.resume else run.output_directory(args.out, f"{name}-{args.reward}")
+    out = Path(out)
     require(args.questions >= world, f"--questions {args.questions}: fewer than {world} ranks")
 
     # Data and models: the actor samples and judges, the policy is trained.
     problems = load_problems(args.dataset)
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
-    model = args.model or toy_model(out, args.seed)
+    model = args.model or toy_model(out, args)
     actor, tokenizer = load(model, device)
     verifier = None
     if args.reward == "general-verifier":
@@ -155,13 +156,16 @@ def main():
         actor, longest_row, args.microbatch_tokens, args.cpu_offload
     )
     policy = Policy(load_model(model, "cpu", torch.float32), offload)
-    # fused: the other implementations copy one moment for a step, 4 bytes a parameter
+    # fused: the others allocate a temporary of the size of one moment, 4 bytes a parameter
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, weight_decay=0.0, fused=torch.cuda.is_available()
     )
     last_step = args.steps or max(1, args.epochs * len(questions) // args.questions)
     first_step = 1 + (run.load_checkpoint(out, policy, optimizer) if args.resume else 0)
-    require(first_step <= last_step, f"the run in {out} is complete at step {last_step}: {HOW_ON}")
+    require(
+        first_step <= last_step,
+        f"the run in {out} is complete at step {last_step}: {HOW_TO_EXTEND}",
+    )
     copy_weights(policy, actor)
 
     reward = functools.partial(
@@ -178,12 +182,12 @@ def main():
             run.seed_everything(args.seed, step)
             times = [time.perf_counter()]
 
-            # 1. Sample: N solutions, each with an answer, to each of this rank's B questions.
+            # 1. Sample: N solutions, each with an answer, to each of this rank's questions.
             batch = questions_of(step, questions, args)[rank::world]
             groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
             times.append(time.perf_counter())
 
-            # 2. Reward: R [B, N]. The policy itself is the judge; no gradient flows through R.
+            # 2. Reward: R [B, N], constants: no gradient flows through them.
             R, records = reward(groups)
             times.append(time.perf_counter())
 
@@ -191,8 +195,11 @@ def main():
             A = leave_one_out(R)
 
             # 4. Update: one optimizer step on the samples of all ranks.
-            rows = [row for each in zip(groups, R, A) for row in rows_of(*each, tokenizer)]
-            lr = args.lr * (1 - (1 - args.lr_end) * (step - 1) / max(1, last_step - 1))
+            rows = []
+            for group, R_group, A_group in zip(groups, R, A):
+                rows += rows_of(group, R_group, A_group, tokenizer)
+            done = (step - 1) / max(1, last_step - 1)
+            lr = args.lr * (1 + done * (args.lr_end - 1))
             loss, grad_norm = update(
                 policy, optimizer, run.all_gather(rows), lr, microbatch_tokens, UPDATE_BAR
             )
@@ -223,16 +230,18 @@ def main():
             "skipped. To go on from these weights with other flags: "
             f"--model {out}/checkpoints/step-{step} --lr LOWER"
         )
-    if rank == 0:
-        stopped = f"stopped after step {step} of {last_step}; go on with: "
-        stopped += f"python train.py --resume --out {out}"
-        finished = [f"{args.reward} on {args.dataset}", *report.summary(out, step)]
-        print(stopped if step < last_step else "\n".join(finished))
     dist.destroy_process_group()
-    return 128 + stopped_by if step < last_step else 0
+    if step < last_step:
+        log.say(
+            f"stopped after step {step} of {last_step}; go on with: "
+            f"python train.py --resume --out {out}"
+        )
+        return 128 + stopped_by
+    if rank == 0:
+        print(f"{args.reward} on {args.dataset}", *report.summary(out, step), sep="\n")
 
 
-HOW_ON = (
+HOW_TO_EXTEND = (
     "a larger --steps would extend it, or, if its learning rate has decayed (--lr-end), a new run "
     "with its last checkpoint as --model"
 )
@@ -261,12 +270,12 @@ def timing(times, line, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
-def toy_model(out, seed):
+def toy_model(out, args):
     """The toy's own model in the run's directory, made when the run begins -> its path."""
     torch.set_num_threads(1)  # so small that threads only wait for each other
     directory = out / "warm-start"
-    if dist.get_rank() == 0 and not directory.exists():
-        toy.warm_start(directory, seed)
+    if dist.get_rank() == 0 and not args.resume:
+        toy.warm_start(directory, args.seed)
     dist.barrier()
     return str(directory)
 

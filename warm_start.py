@@ -51,6 +51,7 @@ def main():
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
     model = model.float().train()  # Adam would hardly move bf16 weights
     stop = tokenizer.eos_token_id
+    require(stop is not None, f"{args.model}: its tokenizer names no token that ends a text")
     loss = supervise(model, demonstrate, steps, args.batch, args.lr, stop)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -47,7 +47,7 @@ def run_script(main):
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
             raise
-        message = f"{error} (--microbatch-tokens, --cpu-offload or more GPUs would help)"
+        message = f"{error} (train.py has --microbatch-tokens and --cpu-offload)"
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # If all ranks meet the same error, rank 0 prints it, and torchrun ends the others while
         # they sleep. A rank that is still alive after 8 s failed alone and prints the error itself.
@@ -109,13 +109,11 @@ def sampling_settings(args, prefix=""):
 # ----------------------------------------------------------------------------------------- progress
 
 
-def is_first_rank():
-    return os.environ.get("RANK", "0") == "0"
-
-
 def progress(iterable=None, **options):
-    """tqdm's bar on a terminal; nothing in a file or on another rank than the first."""
-    return tqdm(iterable, dynamic_ncols=True, disable=None if is_first_rank() else True, **options)
+    """tqdm's bar, on the first rank and on a terminal only."""
+    first_rank = os.environ.get("RANK", "0") == "0"
+    disable = None if first_rank else True  # None: unless stderr is a terminal
+    return tqdm(iterable, dynamic_ncols=True, disable=disable, **options)
 
 
 def short_progress(name, iterable=None, **options):

@@ -1,13 +1,10 @@
 """The files of a run and of a data set: rows of JSON, flags, checkpoints by name. No torch."""
 
 import json
-import logging
 import os
 from pathlib import Path
 
 from engine.cli import InputError, first_line, require
-
-logger = logging.getLogger("train")
 
 FORMATS = (".jsonl", ".json", ".parquet")
 

@@ -55,19 +55,17 @@ def load_model(name_or_dir, device, dtype):
 
 def check_directory(path):
     """InputError that names what a local directory lacks, since the library's errors do not."""
-    runs = checkpoints(path)
-    require(
-        not runs, f"{path} is a run, not a model; its last checkpoint is {runs and runs[-1][1]}"
-    )
+    if runs := checkpoints(path):
+        raise InputError(f"{path} is a run, not a model; its last checkpoint is {runs[-1][1]}")
     names = {file.name for file in path.iterdir()}
-    weights = {Path(name).suffix for name in names} & {".safetensors", ".bin", ".gguf"}
-    lacks = f"cannot load the model {path}: it has no"
-    others = f" ({', '.join(weights)} is not read)" if weights else ""
-    require(".safetensors" in weights or not weights, f"{lacks} safetensors weights{others}")
-    require("config.json" in names, f"{lacks} config.json")
-    require(weights, f"{lacks} safetensors weights")
-    has_tokenizer = names & {"tokenizer.json", "vocab.json", "tokenizer.model"}
-    require(has_tokenizer, f"{lacks} tokenizer.json")
+    formats = {Path(name).suffix for name in names} & {".bin", ".gguf"}
+    instead = f" ({', '.join(formats)} is not read)" if formats else ""
+    for name, there in {
+        "safetensors weights" + instead: any(name.endswith(".safetensors") for name in names),
+        "config.json": "config.json" in names,
+        "tokenizer.json": names & {"tokenizer.json", "vocab.json", "tokenizer.model"},
+    }.items():
+        require(there, f"cannot load the model {path}: it has no {name}")
 
 
 def from_pretrained(auto_class, name_or_dir, **options):
@@ -149,35 +147,40 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
 
     By default a micro-batch holds as many tokens as fit, at least one row. If not even one row
     fits, the policy and Adam move to the CPU's memory. InputError if that does not help, or if the
-    given flags do not fit, before the policy is loaded."""
+    given flags do not fit, before the policy is loaded. All ranks choose alike: the least free
+    memory counts."""
     what = f"the longest prompt and --max-new-tokens are {longest_row} tokens"
     positions = getattr(actor.config, "max_position_embeddings", longest_row)
     require(longest_row <= positions, f"{what}, and the model knows {positions} positions")
-    on_gpu, free = torch.cuda.is_available(), free_memory()
+    free = torch.tensor(free_memory(), dtype=torch.float64)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN)
+    free, on_gpu = free.item(), torch.cuda.is_available()
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
     least = most if microbatch_tokens else longest_row
-    for offload in [True] if cpu_offload else [False, True] if on_gpu else [False]:
+    for offload in [cpu_offload] if cpu_offload or not on_gpu else [False, True]:
         fixed = memory_needed(actor, 0, offload)
         fitting = int((free - fixed) / (memory_needed(actor, 1, offload) - fixed))
         if fitting >= least:
             tokens = min(most, fitting)
             needed = memory_needed(actor, tokens, offload)
-            why = "" if cpu_offload or not offload else ", since they do not fit on the GPU"
-            where = f"policy and Adam in the CPU's memory{why}; " if offload else ""
+            where = "policy and Adam in the CPU's memory" if offload else ""
+            where += ", since they do not fit on the GPU" if offload > cpu_offload else ""
             return (
                 tokens,
                 offload,
                 (
-                    f"memory: {where}{tokens:,} tokens in a micro-batch, "
-                    f"about {needed / 1e9:.3g} of {free / 1e9:.3g} GB free beside the actor"
+                    f"memory: {where}{'; ' if offload else ''}{tokens:,} tokens in a micro-batch, "
+                    f"about {needed / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
                 ),
             )
-    smaller = microbatch_tokens and memory_needed(actor, longest_row, offload) <= free
-    help = f"--microbatch-tokens {longest_row}" if smaller else "more GPUs (torchrun), shorter rows"
+    advice = "more GPUs (torchrun), shorter rows or a smaller model"
+    if microbatch_tokens and fitting >= longest_row:
+        advice = f"--microbatch-tokens {longest_row}"
+    needed = memory_needed(actor, least, offload)
     raise InputError(
         f"training at world size {dist.get_world_size()} with {least} tokens in a micro-batch "
-        f"needs about {memory_needed(actor, least, offload) / 1e9:.3g} GB beside the actor, and "
-        f"{free / 1e9:.3g} GB are free: use {help}{'' if smaller else ' or a smaller model'}"
+        f"needs about {needed / 1e9:.3g} GB beside the actor, and {free / 1e9:.3g} GB are free: "
+        f"use {advice}"
     )
 
 
@@ -194,7 +197,8 @@ def memory_needed(actor, tokens, cpu_offload):
     # Each layer's input is kept, and the activations of one layer (on a CPU, of all layers) with
     # their gradient; and the logits of a chunk.
     one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
-    kept = len(layers) * config.hidden_size + ((1 if on_gpu else len(layers)) + 1) * one_layer
+    layers_held = 1 if on_gpu else len(layers)
+    kept = len(layers) * config.hidden_size + (layers_held + 1) * one_layer
     logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
     return state + root + actor.dtype.itemsize * kept * tokens + logits
 
@@ -215,7 +219,7 @@ class Policy(torch.nn.Module):
     On GPUs it computes in bf16 and recomputes activations in the backward pass.
 
     model: a Hugging Face model on the CPU. cpu_offload keeps shards, gradients and Adam in the
-    CPU's memory. Gradients then travel there once a step, not after every micro-batch.
+    CPU's memory. Gradients are then moved there once a step, not after every micro-batch.
     """
 
     def __init__(self, model, cpu_offload=False):
@@ -241,6 +245,7 @@ class Policy(torch.nn.Module):
         Causal attention sees nothing to the right, so right-padded rows need no mask.
         """
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        # The state at position t - 1 predicts the token at t.
         return token_logprobs(hidden[:, :-1][at[:, 1:]], self.model.lm_head, ids[at])
 
 

@@ -89,9 +89,10 @@ class StopRequest:
 
 def output_directory(out, name):
     """--out, or runs/TIME-NAME, the same on all ranks. It must be new or empty, and is not made
-    yet. No rank goes on before all have looked, since rank 0 will write."""
+    yet. (A refused attempt may have left the toy's warm start there.) No rank goes on before all
+    have looked, since rank 0 will write."""
     out = Path(all_gather([out or time.strftime(f"runs/%Y%m%d-%H%M%S-{name}")])[0])
-    used = out.is_dir() and any(out.iterdir())
+    used = out.is_dir() and any(path.name != "warm-start" for path in out.iterdir())
     require(not used, f"--out {out} is not empty: choose a new directory")
     above = next(path for path in [out, *out.parents] if path.exists())
     writable = above.is_dir() and os.access(above, os.W_OK)
@@ -134,7 +135,8 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
         if rank == 0:
             actor.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-    except (Exception, CheckpointException) as error:  # a full disk raises errors of many types
+    # A full disk raises errors of many types; CheckpointException derives from BaseException.
+    except (Exception, CheckpointException) as error:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         whole = [path.name for _, path in checkpoints(out)]

@@ -19,7 +19,7 @@ def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
 
 
 class EntropyProbe(LogitsProcessor):
-    """Reads the logits of every step of generate() and hands them on unchanged."""
+    """Records the entropy of each step's logits and does not change them."""
 
     def __init__(self):
         self.steps = []  # [rows] each, in nats
@@ -44,13 +44,13 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
     stops, budget = set(model.generation_config.eos_token_id), tokens_that_fit(model)
     running, tokens = list(range(len(prompts))), 0
-    # Nobody knows how long the samples will get, so the bar shows no time that is left.
+    # Lengths are not known in advance, so the bar shows no time that is left.
     shape = "{desc}: {n_fmt}/{total_fmt} samples finished{postfix} [{elapsed}]"
     bar = short_progress(name, total=len(prompts), bar_format=shape)
     while running:
         lengths = [len(prompts[i]) + len(completions[i]) + piece for i in running]
         batch = [running[position] for position in next(batches(lengths, budget))]
-        running = [i for i in running if i not in set(batch)]
+        running = [i for i in running if i not in batch]
         rows = [prompts[i] + completions[i] for i in batch]
         ids = pad(rows, side="left").to(model.device)  # on the left, so that all end in one column
         mask = pad([[1] * len(row) for row in rows], side="left").to(model.device)

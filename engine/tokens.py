@@ -86,7 +86,7 @@ class Vocabulary:
         return b"".join(self.bytes[i] for i in ids)
 
     def beginning_with(self, prefix):
-        """Ids of the tokens whose bytes begin with `prefix`. They lie between it and the prefix with
+        """Ids of the tokens whose bytes begin with `prefix`: from it on, and before the prefix with
         its last byte, a "}", incremented."""
         low = bisect.bisect_left(self.sorted, prefix)
         high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))

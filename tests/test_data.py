@@ -111,8 +111,9 @@ def test_a_file_is_verified_as_mathematics_if_its_references_look_like_it(
     rows = [{"question": "q", "answer": answer} for answer in references]
     problems = load_problems(write(tmp_path / "rows.jsonl", rows))
     assert {problem.verifier for problem in problems} == {verifier}
-    asked = [row | {"verifier": "letter"} for row in rows]
-    assert {p.verifier for p in load_problems(write(tmp_path / "rows.jsonl", asked))} == {"letter"}
+    rows[0]["verifier"], rows[1]["verifier"] = "math", "letter"  # a row that says so keeps it
+    problems = load_problems(write(tmp_path / "rows.jsonl", rows))
+    assert [problem.verifier for problem in problems][:2] == ["math", "letter"]
 
 
 def test_json_and_parquet_hold_the_same(tmp_path):

@@ -120,7 +120,7 @@ def test_resume(script, tmp_path, stopped_run):
 def test_a_rate_that_decays_and_the_verifier_stay_as_they_were(script, toy_model_dir):
     flags = f"--model {toy_model_dir} {FAST} --lr-end 0.5 --out run"
     assert script(train, flags)[0] == 0
-    for changed in "--steps 4", "--verifier-model other":
+    for changed in "--steps 4", "--verifier-model other", "--epochs 7":
         code, _, err = script(train, f"--out run --resume {changed}")
         name, value = changed[2:].replace("-", "_").split()
         assert code == 2 and f"{name} was " in err and f"and is {value}" in err
@@ -191,7 +191,7 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() 
     "--dataset good.jsonl --out used": r"--out used is not empty",
     "--dataset good.jsonl --resume": r"--resume needs --out",
     "--dataset good.jsonl --max-new-tokens 200": r"the model knows 128 positions",
-    "--dataset good.jsonl --model empty": r"cannot load the model empty: it has no config.json",
+    "--dataset good.jsonl --model empty": r"cannot load the model empty: it has no safetensors weights",
     "--dataset good.jsonl --model bin": r"model bin: it has no safetensors .*\(.bin is not read\)",
     "--dataset good.jsonl --model gguf": r"gguf: it has no safetensors .*\(.gguf is not read\)",
     "--dataset good.jsonl --model bare": r"the model bare: it has no tokenizer.json",
