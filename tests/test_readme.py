@@ -28,6 +28,8 @@ def test_every_command_names_real_scripts_and_flags(script, name, flags):
     assert (ROOT / f"{name}.py").is_file()
     named = re.findall(r"--[a-z][\w-]*", flags)
     if named:
+        if "trl" in name:
+            pytest.importorskip("trl")
         _, help_text, _ = script(importlib.import_module(Path(name).name), "--help")
         assert set(named) <= set(re.findall(r"--[a-z][\w-]*", help_text)), name
 

@@ -1,0 +1,127 @@
+r"""CER in TRL: RLOOTrainer, or GRPOTrainer with --grpo, with CER as its reward function.
+
+    pip install -r requirements-dev.txt
+    python examples/trl_cer.py                      # the toy, on a CPU
+    python examples/trl_cer.py --model Qwen/Qwen3-0.6B-Base --dataset math7.5k \
+        --questions 8 --samples 8 --max-new-tokens 1024
+
+    python evaluate.py --model runs/trl/model --dataset toy-test \
+        --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 32
+
+In a script of your own, copy `cer_rewards` below, cer.py and engine/tokens.py. These conditions
+must hold, and TRL checks none of them:
+
+- The samples are the model's own: temperature 1, no top-k, top-p or min-p, no repetition penalty.
+  Ids beyond the tokenizer (padded embeddings) are suppressed.
+- No KL term: beta=0. RLOOTrainer's default is 0.05.
+- No scaling of the reward or of the loss: RLOOTrainer has none by default. GRPOTrainer needs
+  scale_rewards="none" and loss_type="dr_grpo".
+- The judge is the policy, before the update. It is in eval mode, since in training mode gradient
+  checkpointing drops the KV cache. Under PEFT it is get_base_model(), which has the adapters.
+- Every rank has all samples of a question (`cer_rewards` checks it).
+- The weights are plain or DDP (`cer_rewards` checks it). Ranks score different numbers of answers,
+  so with FSDP or ZeRO-3 they would wait for each other forever. Copy a sharded policy first.
+- The samples come from generate(). With vLLM the prior is vLLM's: W and P are the trained model's,
+  and the two differ by rounding.
+
+The model must be one that can be scored: full sdpa attention, a byte-level tokenizer. `load` checks
+that, and drops the generation settings that a model brings from the hub.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
+
+import cer  # noqa: E402
+import toy  # noqa: E402
+from data import load_problems  # noqa: E402
+from engine import cli  # noqa: E402
+from engine.policy import load  # noqa: E402
+from rollout import chat_messages  # noqa: E402
+
+
+def cer_rewards(trainer, prompts, completion_ids, references):
+    """The reward of each sample. The lists are those that TRL gives to a reward function: one entry
+    for each sample, and the N samples of a question are neighbours."""
+    if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():
+        raise ValueError("the policy is sharded: CER needs the whole model on every rank")
+    model, tokenizer = trainer.model, trainer.processing_class
+    judge = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
+    training, rewards = model.training, []
+    N = trainer.num_generations if training else trainer.num_generations_eval
+    template = {"add_generation_prompt": True, "return_dict": False, **trainer.chat_template_kwargs}
+    model.eval()
+    for i in range(0, len(prompts), N):
+        if prompts[i : i + N] != [prompts[i]] * N:
+            raise ValueError(
+                "a rank holds a part of a question's samples: per_device_train_batch_size x "
+                f"steps_per_generation must be a multiple of num_generations, {N}"
+            )
+        prompt_ids = tokenizer.apply_chat_template(prompts[i], **template)
+        with trainer.accelerator.autocast():  # as in sampling
+            group = completion_ids[i : i + N]
+            R, _ = cer.rewards(judge, tokenizer, prompt_ids, group, references[i])
+        rewards += R.tolist()
+    model.train(training)
+    return rewards
+
+
+def main():
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", help="Hugging Face id or directory; without it the toy's model is made here")
+    add("--dataset", default="toy", help="a name or a file, as for train.py")
+    for name in "questions", "samples", "max_new_tokens", "steps":
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=int, default=toy.FLAGS[name], help="as for train.py, whose toy has the same")
+    add("--seed", type=int, default=0)
+    add("--grpo", action="store_true", help="GRPOTrainer in place of RLOOTrainer")
+    add("--out", default="runs/trl", help="directory for the trained model")
+    args, gpu = parser.parse_args(), torch.cuda.is_available()
+    ranks = PartialState(cpu=not gpu)
+    B, N, lr = args.questions, args.samples, 1e-6 if args.model else toy.LEARNING_RATE["lr"]
+    cli.require(B % ranks.num_processes == 0, "--questions: a multiple of the number of ranks")
+    if not args.model:
+        torch.set_num_threads(1)  # so small that threads only wait for each other
+        args.model = f"{args.out}/warm-start"
+        if ranks.is_main_process:
+            toy.warm_start(args.model, args.seed)
+        ranks.wait_for_everyone()
+    model, tokenizer = load(args.model, "cpu")  # in fp32; the trainer moves it to its device
+
+    problems = load_problems(args.dataset)
+    rows = [{"prompt": chat_messages(p), "reference": p.reference} for p in problems]
+    padding = {"suppress_tokens": model.generation_config.suppress_tokens}
+    conditions = dict(temperature=1.0, top_p=1.0, top_k=0, generation_kwargs=padding, beta=0.0)
+    conditions |= dict(scale_rewards="none", loss_type="dr_grpo") if args.grpo else {}
+    batch = dict(num_generations=N, max_completion_length=args.max_new_tokens)
+    batch |= dict(per_device_train_batch_size=N)  # one question in a micro-batch
+    batch |= dict(gradient_accumulation_steps=B // ranks.num_processes)
+    run = dict(learning_rate=lr, max_steps=args.steps, seed=args.seed, output_dir=args.out)
+    decay = {"power": 1.0, "lr_end": lr * toy.LEARNING_RATE["lr_end"]}  # linear, as train.py's toy
+    run |= dict(lr_scheduler_type="polynomial", lr_scheduler_kwargs=decay)
+    run |= dict(use_cpu=not gpu, bf16=gpu, save_strategy="no", report_to="none")
+
+    def cer_reward(prompts, completion_ids, reference, **others):
+        return cer_rewards(trainer, prompts, completion_ids, reference)
+
+    trainer = (GRPOTrainer if args.grpo else RLOOTrainer)(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=cer_reward,
+        args=(GRPOConfig if args.grpo else RLOOConfig)(**conditions, **batch, **run),
+        train_dataset=Dataset.from_list(rows),
+    )
+    trainer.train()
+    trainer.save_model(f"{args.out}/model")
+
+
+if __name__ == "__main__":
+    cli.run_script(main)
