@@ -191,7 +191,7 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() 
     "--dataset good.jsonl --out used": r"--out used is not empty",
     "--dataset good.jsonl --resume": r"--resume needs --out",
     "--dataset good.jsonl --max-new-tokens 200": r"the model knows 128 positions",
-    "--dataset good.jsonl --model empty": r"cannot load the model empty: it has no safetensors weights",
+    "--dataset good.jsonl --model empty": r"the model empty: it has no safetensors weights",
     "--dataset good.jsonl --model bin": r"model bin: it has no safetensors .*\(.bin is not read\)",
     "--dataset good.jsonl --model gguf": r"gguf: it has no safetensors .*\(.gguf is not read\)",
     "--dataset good.jsonl --model bare": r"the model bare: it has no tokenizer.json",
