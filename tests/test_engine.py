@@ -240,6 +240,7 @@ def test_the_real_chat_template(qwen_tokenizer):
     "config, says",
     [
         (dict(family="mistral", sliding_window=8), "no sliding window"),
+        (dict(family="bert", is_decoder=True), "bert is an encoder"),
         (dict(attention_dropout=0.1), "dropout must be 0"),
         (dict(vocab_size=50), "more than the model has embeddings"),
     ],

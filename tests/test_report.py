@@ -1,6 +1,7 @@
 """What a run says: a line a step, warnings by their cause, a summary."""
 
 import re
+import signal
 
 import pytest
 import torch
@@ -51,7 +52,9 @@ def test_numbers_have_three_significant_digits():
 
 def test_a_log_has_a_line_a_step(script, toy_model_dir):
     flags = f"--model {toy_model_dir} {FAST} --steps 3 --out run --eval-every 3"
+    before = signal.getsignal(signal.SIGTERM)
     code, out, err = script(train, flags)
+    assert signal.getsignal(signal.SIGTERM) == before  # the handler does not outlive main()
     lines = [line for line in err.splitlines() if line.startswith("step")]
     assert code == 0 and len(lines) == 3 and "\r" not in err
     assert re.fullmatch(
