@@ -105,6 +105,8 @@ def main():
     batch |= dict(per_device_train_batch_size=N)  # one question in a micro-batch
     batch |= dict(gradient_accumulation_steps=B // ranks.num_processes)
     run = dict(learning_rate=lr, max_steps=args.steps, seed=args.seed, output_dir=args.out)
+    decay = {"power": 1.0, "lr_end": lr * toy.LEARNING_RATE["lr_end"]}  # linear, as train.py's toy
+    run |= dict(lr_scheduler_type="polynomial", lr_scheduler_kwargs=decay)
     run |= dict(use_cpu=not gpu, bf16=gpu, save_strategy="no", report_to="none")
 
     def cer_reward(prompts, completion_ids, reference, **others):
