@@ -83,4 +83,4 @@ def test_speed_beside_train_py(script, toy_model_dir, tmp_path):
     assert code == 0, err
     rows = [line.split(" | ") for line in lines[2:8]]
     assert [row[2] for row in rows] == ["RLOOTrainer", "GRPOTrainer"] * 3
-    assert all(float(row[-1].strip("| ")) > 0 for row in rows) and "trl 1." in lines[-2]
+    assert all(0.05 < float(row[-1].strip("| ")) < 50 for row in rows) and "trl 1." in lines[-2]
