@@ -3,7 +3,7 @@ r"""The embedded default: a free-form task small enough to watch CER work in min
 Questions ask for a number ("Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"), a
 completion is one line of working and a box, and the number may be boxed in any of 8 forms: "14",
 "fourteen", "14 eggs", "it is 14", ... The *reference is one of the 8 at random*, so exact match
-pays a right number one time in eight. That is the situation the paper is about, in small.
+rewards a right number one time in eight. That is the situation the paper is about, in small.
 
 The model is a real Qwen3 of 125K parameters with a byte-level BPE tokenizer trained on the task's
 own text. A short supervised warm start (`warm_start`) on demonstrations that mostly pick the wrong

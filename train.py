@@ -41,11 +41,11 @@ def make_parser():
     parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
     count, names = cli.number(int, 1), ", ".join([*TOY, *HUB])
     add = parser.add_argument_group("what is trained, on what, by which reward").add_argument
-    add("--model", help="Hugging Face id or directory; without it the toy's model is made here")
+    add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
     add(
         "--dataset",
         help=f"one of {names}; or a .jsonl, .json or .parquet file with the columns question and "
-        "answer (docs/running.md). Without it: toy, or math7.5k if --model is given",
+        "answer, see docs/running.md (default: toy, with --model math7.5k)",
     )
     add("--reward", default="cer", choices=REWARDS, help="reward function")
     add(
@@ -53,10 +53,10 @@ def make_parser():
         default="TIGER-Lab/general-verifier",
         help="Hugging Face id or directory of the model behind --reward general-verifier",
     )
-    add = parser.add_argument_group("the batch (section 4.1)").add_argument
+    add = parser.add_argument_group("the batch").add_argument
     add("--questions", type=count, default=32, help="B, questions in a step, over all ranks")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples of each question")
-    add("--m", type=count, help="M, solutions that a CER averages over; without it N")
+    add("--m", type=count, help="M, solutions that a CER averages over (default: N)")
     add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     add = parser.add_argument_group("optimization").add_argument
@@ -65,34 +65,41 @@ def make_parser():
         "--lr-end",
         type=cli.number(float, 0, 1),
         default=1.0,
-        help="share of --lr that is left at the last step; the decay is linear",
+        help="final learning rate as a fraction of --lr; the decay is linear",
     )
-    add("--epochs", type=count, help="passes over the data; without it 1 for webinstruct, else 5")
-    add("--steps", type=count, help="optimizer steps, in place of --epochs")
+    add("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
+    add("--steps", type=count, help="optimizer steps, instead of --epochs")
     add(
         "--microbatch-tokens",
         type=count,
-        help="tokens in one forward and backward pass; without it as many as fit, at most 16384",
+        help="tokens in one forward and backward pass (default: as many as fit, at most 16384)",
     )
     add(
         "--cpu-offload",
         action="store_true",
-        help="keep policy and Adam in the CPU's memory (slower), which happens by itself if they "
-        "do not fit on the GPU",
+        help="keep policy and Adam in the CPU's memory (slower); automatic if they do not fit on "
+        "the GPU",
     )
     add("--seed", type=int, default=0, help="of the data order and of the samples")
-    group = parser.add_argument_group("evaluation: before the first step, on the way, at the end")
+    group = parser.add_argument_group(
+        "evaluation: before the first step, every so many steps, at the end"
+    )
     add = group.add_argument
-    add("--eval-dataset", help="a name or a file, as for --dataset; without it no evaluation")
+    add("--eval-dataset", help="a name or a file, as for --dataset (default: no evaluation)")
     add("--eval-every", type=count, default=50, help="steps between two evaluations")
-    add("--eval-limit", type=count, help="evaluate on the first so many questions only")
+    add("--eval-limit", type=count, help="evaluate on the first K questions only")
     add("--eval-runs", type=count, default=1, help="evaluation samples of each question")
     cli.add_sampling(group, "eval-")
     add = parser.add_argument_group("files").add_argument
-    add("--out", help="new directory for the run; without it runs/TIME-DATASET-REWARD")
-    add("--save-every", type=count, default=100, help="steps between checkpoints; the last is kept")
+    add("--out", help="new directory for the run (default: runs/TIME-DATASET-REWARD)")
+    add(
+        "--save-every",
+        type=count,
+        default=100,
+        help="steps between checkpoints; the last step is always saved",
+    )
     add("--keep", type=count, default=3, help="checkpoints to keep; older ones are deleted")
-    add("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    add("--resume", action="store_true", help="resume from the last checkpoint in --out")
     return parser
 
 

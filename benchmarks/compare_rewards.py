@@ -36,14 +36,14 @@ REAL_RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1"
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
-    add("--model", help="a real model, Hugging Face id or directory; without it the toy's")
+    add("--model", help="a real model, Hugging Face id or directory (default: the toy's)")
     add(
         "--rewards", nargs="+", choices=rewards.REWARDS, default=list(rewards.REWARDS), help="names"
     )
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run for each")
-    add("--steps", type=count, help="without it 200; of a real model 30")
+    add("--steps", type=count, help="(default: 200, with a real model 30)")
     add("--jobs", type=count, default=1, help="runs at a time; several take one CPU core each")
-    add("--out", type=Path, help="the CSV; without it one for each model in benchmarks/results")
+    add("--out", type=Path, help="the CSV (default: one for each model, in benchmarks/results)")
     args = parser.parse_args()
     steps, stem = args.steps or (30 if args.model else 200), "real_model" if args.model else "toy"
     path = args.out or ROOT / "benchmarks" / "results" / f"{stem}.csv"

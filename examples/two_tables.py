@@ -118,7 +118,7 @@ if __name__ == "__main__":
     steps = range(args.steps + 1)
     columns = steps[:: max(1, args.steps // 4)]
     figure, axes = plt.subplots(2, -(-len(panels) // 2), figsize=(11, 6.5), layout="constrained")
-    for (title, runs), axis in zip(tqdm(panels.items()), axes.flat):
+    for (title, runs), axis in zip(tqdm(panels.items(), disable=None), axes.flat):
         y, top = (1, 1.3 * args.slip or None) if "slips" in title else (0, 1.02)
         tqdm.write(f"\n{title:40}" + "".join(f"{t:6}" for t in columns) + "   slips")
         for name, options in runs.items():
