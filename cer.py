@@ -17,17 +17,17 @@ Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi
 the s_j are samples of pi(s|q), the posterior over them is row i of W divided by its sum, D^-1 W.
 The expectation of pi(a*|s,q) under it is that row times P. With all N columns, a sample's own
 solution among them, the reward is unbiased at every N: E[ R_i | a_i = a ] = rho(a, a*)
-(docs/theory.md). The paper averages over M of the N solutions. M < N masks the other entries of a
-row (choose_solutions).
+(docs/theory.md). The paper averages over M of the N solutions. If M < N, the other entries of each
+row are masked (choose_solutions).
 
 A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
 gets a similar reward. A wrong answer mostly comes from other solutions, and gets a small one. In
 expectation over the model's answers the reward equals that of exact match (Theorem 2): CER moves
-reward from the literal match to its paraphrases (and a little to wrong answers).
+reward from the exact match to its paraphrases (and a little to wrong answers).
 
 The file has three parts: the mathematics, pure functions of tensors; `rewards`, from the sampled
 tokens of one question to R; and W and P from a model. `python cer.py` shows the mathematics on a
-question small enough to check by hand. From a model, W is stored with one row for each distinct
+question small enough to check by hand. From a model, W is computed with one row for each distinct
 answer and one column for each sample that has an answer.
 """
 
@@ -56,9 +56,9 @@ def exact_cer(prior, likelihood):
 def cer(log_W, log_P):
     """R = D^-1 W P in log space (Eq. 8): log_W [..., N, M], log_P [..., M] -> R [..., N].
 
-    D^-1 W divides each row of W by its sum, and W = exp(log_W), so D^-1 W is a softmax: a row of
-    numbers near exp(-1000) keeps its proportions. log_W = -inf masks a solution; a row in which all
-    are masked gets reward 0.
+    D^-1 W divides each row of W by its sum, and W = exp(log_W), so D^-1 W is a softmax, which keeps
+    the proportions of a row even where its entries are near exp(-1000) and exp would give 0 / 0.
+    log_W = -inf masks a solution; a row in which all are masked gets reward 0.
     """
     all_masked = (log_W == -torch.inf).all(-1, keepdim=True)  # the softmax of such a row is nan
     posterior = log_W.softmax(-1).masked_fill(all_masked, 0.0)  # D^-1 W, pi(s_j | a_i, q)
@@ -69,10 +69,10 @@ def choose_solutions(U, answer_of_solution, M):
     """Which M solutions each of U distinct answers is averaged over -> bool [U, solutions].
 
     For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
-    this open; the authors' code does it so. If all answers shared the same M solutions, M = 1 would
-    give them all the same reward, and every advantage would be 0. Here M = 1 gives an answer P of a
-    solution that led to it. For 1 < M < N the mean reward is slightly biased: the columns are no
-    longer i.i.d. samples of the prior.
+    this open; this follows the authors' code. If all answers shared the same M solutions, M = 1
+    would give them all the same reward, and every advantage would be 0. With this choice M = 1
+    rewards an answer with P of a solution that produced it. For 1 < M < N the mean reward is
+    slightly biased: the columns are no longer i.i.d. samples of the prior.
     """
     produced = torch.arange(U)[:, None] == torch.tensor(answer_of_solution)  # [U, solutions]
     key = produced + torch.rand(produced.shape)  # in [1, 2) for those that produced it, else [0, 1)
@@ -99,8 +99,8 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     again. Each answer is averaged over M of the solutions, or over all by default.
 
     R is a constant: no gradient flows through it. No closed box: reward 0, and no row or column.
-    Empty box: reward 0 unless the reference is empty, because it states no answer; its solution is
-    a sample of the prior like any other, so its column stays.
+    An empty box states no answer, so its reward is 0 unless the reference is empty. Its column
+    stays, since its solution is a sample of the prior like any other.
 
     model: see answer_logprobs. The samples must be the model's own, at temperature 1 without top-k
     or top-p. Otherwise they are not samples of pi(s|q).
@@ -144,8 +144,8 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
                  v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
 
-    Other ways to spell "{14" itself in tokens are left out, which makes this a lower bound; how
-    near it comes to what a real model samples is in docs/measurements.md.
+    Other ways to spell "{14" itself in tokens are left out, which makes this a lower bound.
+    docs/measurements.md compares it with a real model's samples.
 
     Cost: for each batch of contexts one forward pass over them, which keeps their keys and values,
     and one over all answers after each of them (see read_answers). A naive scorer runs
@@ -192,8 +192,8 @@ def read_answers(model, spelled, lengths, C, cache):
     whose keys and values are in the cache -> the last hidden states [n, k, H] of each answer.
 
     The answers lie end to end in one row. A token sees its context, and its own answer up to
-    itself. For the answers 14 and 9 after the context "so \boxed" (x: the token on the left sees
-    this):
+    itself. For the answers 14 and 9 after the context "so \boxed" (x: the token on the left
+    attends to this one):
 
                  so \boxed    { 1 4    { 9
         {         x    x      x . .    . .
@@ -295,7 +295,7 @@ def worked_example():
     print("\nTheorem 2: over the model's own answers both have the same mean,")
     print(f"    exact match {p_answer[0]:.6f}    CER {p_answer @ rho:.6f}")
 
-    # A group in which CER fails: the third sample slips, a wrong answer after a right solution.
+    # In the second group CER fails: the third sample slips, a wrong answer after a right solution.
     for title, group in (
         (
             "A group of four samples (s, a)",
