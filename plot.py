@@ -167,7 +167,7 @@ def draw_curves(runs, out, window=10):
             axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_ylim(bottom=0)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=over == "step"))
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=over == "step", steps=[1, 2, 5, 10]))
         axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=columns, frameon=False)
@@ -190,12 +190,18 @@ def read_metrics(run):
 
 
 def names_of(flags):
-    """A name for each run: its reward, and whatever else the runs do not share, but for the
-    seed."""
-    table = pandas.DataFrame(flags).drop(columns=["seed", "verifier_model"], errors="ignore")
-    table = table.map(lambda value: Path(value).name if isinstance(value, str) else value)
+    """A name for each run: its reward, and whatever else the runs do not share, but for the seed.
+    Of a path the last part counts, without the seed that it may end in (a warm start's does)."""
+    rows = [
+        {
+            k: Path(v).name.removesuffix(f"-{of['seed']}") if isinstance(v, str) else v
+            for k, v in of.items()
+        }
+        for of in flags
+    ]
+    table = pandas.DataFrame(rows).drop(columns=["seed", "verifier_model"], errors="ignore")
     differ = [k for k in table if k != "reward" and table[k].map(repr).nunique() > 1]
-    return [", ".join([row["reward"], *(f"{k} {row[k]}" for k in differ)]) for row in flags]
+    return [", ".join([row["reward"], *(f"{k} {row[k]}" for k in differ)]) for row in rows]
 
 
 def save(figure, out):
