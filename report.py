@@ -148,7 +148,7 @@ def summary(out, last_step):
 # ---------------------------------------------------------------------------------------- the files
 
 
-class Report:
+class RunLog:
     """What rank 0 writes and shows: config.json, metrics.jsonl (a line a step), samples.jsonl (the
     first groups of each step), and a bar on a terminal or a plain line a step in a file. On other
     ranks it does nothing."""
@@ -173,7 +173,7 @@ class Report:
         for name in "metrics.jsonl", "samples.jsonl":  # a resumed run rewrites its later steps
             keep_steps_before(first_step if first_step > 1 else 0, out / name)
 
-    def log(self, numbers):
+    def add(self, numbers):
         """One step, or the evaluation before the first, into metrics.jsonl and onto the screen."""
         if not self.active:
             return

@@ -179,12 +179,12 @@ def main():
         REWARDS[args.reward], actor=actor, tokenizer=tokenizer, M=args.m, verifier=verifier
     )
     rows_of = verifree_rows if args.reward == "verifree" else rloo_rows
-    log, skipped = report.Report(out, args, first_step, last_step), 0
+    log, skipped = report.RunLog(out, args, first_step, last_step), 0
     for line in report.header(out, args, actor, problems, last_step, memory):
         log.say(line)
     with run.StopRequest() as stop:
         if args.eval_dataset and first_step == 1:
-            log.log({"step": 0, **evaluation(actor, tokenizer, eval_problems, args)})
+            log.add({"step": 0, **evaluation(actor, tokenizer, eval_problems, args)})
         for step in range(first_step, last_step + 1):
             run.seed_everything(args.seed, step)
             times = [time.perf_counter()]
@@ -224,7 +224,7 @@ def main():
             on_time = step % args.eval_every == 0 and not stopping
             if args.eval_dataset and (step == last_step or on_time):
                 line |= evaluation(actor, tokenizer, eval_problems, args)
-            log.log(line)
+            log.add(line)
             log.keep_samples(step, groups, R, records)
             if stopping or step % args.save_every == 0 or step == last_step:
                 run.save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
