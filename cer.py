@@ -266,8 +266,7 @@ def worked_example():
     p_answer = joint.sum(0)
 
     def show(name, values):
-        cells = ("-" if value is None else f"{value:.3f}" for value in values)
-        print(f"{name:34}", *(f"{cell:>8}" for cell in cells))
+        print(f"{name:34}", *(f"{value:8.3f}" for value in values))
 
     print('q = "3 bags of 4 eggs and 2 more eggs. How many eggs?"    a* = 14\n')
     print(f"{'kind of solution s':34}", *(f"{s:>8}" for s in "ABC"))
@@ -290,24 +289,18 @@ def worked_example():
         a = torch.multinomial(likelihood[s], 1).squeeze(1)
         W, P = likelihood[s][:, a].T, likelihood[s, 0]  # [N, N], [N]
         R = cer(W.log(), P.log())
-        received = [R[a == u][0] if (a == u).any() else None for u in range(4)]
-        show(f"R = D^-1 W P, {N:4} samples  (Eq. 8)", received)  # "-": nobody gave that answer
+        show(f"R = D^-1 W P, {N:4} samples  (Eq. 8)", [R[a == u][0] for u in range(4)])
     print("\nTheorem 2: over the model's own answers both have the same mean,")
     print(f"    exact match {p_answer[0]:.6f}    CER {p_answer @ rho:.6f}")
 
     # In the second group CER fails: the third sample slips, a wrong answer after a right solution.
-    for title, group in (
-        (
-            "A group of four samples (s, a)",
-            [("A", "14"), ("A", "14 eggs"), ("B", "18"), ("C", "9")],
-        ),
-        ("With a slip, (A, 18)", [("A", "14"), ("A", "14 eggs"), ("A", "18"), ("C", "9")]),
-    ):
-        s = torch.tensor(["ABC".index(kind) for kind, _ in group])
-        a = torch.tensor([answers.index(answer) for _, answer in group])
-        R = cer(likelihood[s][:, a].T.log(), likelihood[s, 0].log())
+    groups = {"A group of four samples (s, a)": "AABC", "With a slip, (A, 18)": "AAAC"}
+    for title, kinds in groups.items():
+        pi = likelihood[["ABC".index(kind) for kind in kinds]]  # pi(a_i|s_j) at [j, i]
+        R = cer(pi.T.log(), pi[:, 0].log())
         baseline = (R.sum() - R) / 3  # leave-one-out: the mean of the other rewards
-        print(f"\n{title:34}", *(f"{f'{kind}, {answer}':>10}" for kind, answer in group))
+        samples = (f"{kind}, {answer}" for kind, answer in zip(kinds, answers))
+        print(f"\n{title:34}", *(f"{sample:>10}" for sample in samples))
         for name, values in ("R", R), ("advantage, R - mean of the others", R - baseline):
             print(f"{name:34}", *(f"{value:10.3f}" for value in values))
 

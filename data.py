@@ -3,18 +3,15 @@
 One row format serves hub data sets and local files alike.
 """
 
-import logging
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import toy
-from engine.cli import InputError, first_line, require
+from engine.cli import InputError, first_line, require, say
 from engine.files import FORMATS, read_rows
 from engine.tokens import split_answer
 from verifiers import VERIFIERS
-
-logger = logging.getLogger("train")
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def load_problems(name_or_path, limit=None):
         )
     if left_out:
         first = "; ".join(left_out[:3])
-        logger.warning("%s: left out %d of %d rows (%s)", name, len(left_out), len(rows), first)
+        say(f"{name}: left out {len(left_out)} of {len(rows)} rows ({first})")
     undecided = [problem for problem in problems if problem.verifier is None]
     default = "text" if is_file and not looks_mathematical(undecided) else "math"
     return [replace(p, verifier=p.verifier or default) for p in problems[:limit]]

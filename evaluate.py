@@ -7,7 +7,6 @@ top-k 20.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pandas
@@ -18,7 +17,7 @@ from engine import cli, run
 from engine.files import append_rows, write_atomically
 from engine.policy import load
 from rollout import encode_prompt, sample
-from verifiers import is_correct
+from verifiers import verdict
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples of each question; of others 16
 
@@ -34,19 +33,19 @@ def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
     """
     run.seed_everything(seed, "evaluation")
     rank, world = dist.get_rank(), dist.get_world_size()
-    questions = [(problem, encode_prompt(tokenizer, problem)) for problem in problems[rank::world]]
-    positions = getattr(model.config, "max_position_embeddings", 0)
-    room = positions - max((len(prompt) for _, prompt in questions), default=0)
+    mine = problems[rank::world]
+    longest = max((len(encode_prompt(tokenizer, problem)) for problem in mine), default=0)
+    room = getattr(model.config, "max_position_embeddings", 0) - longest
     if 0 < room < settings["max_new_tokens"]:
         settings["max_new_tokens"] = room
-    groups = sample(model, tokenizer, questions, runs, name="evaluation", **settings)
+    groups = sample(model, tokenizer, mine, runs, name="evaluation", **settings)
     records = [
         {
             "index": rank + world * k,
             "question": group.problem.question,
             "reference": group.problem.reference,
             "answer": answer,
-            "correct": is_correct(group.problem, answer),
+            "correct": verdict(group.problem, answer) == "right",
             "truncated": group.truncated[i],
             "tokens": len(group.completions[i]),
             "text": group.texts[i],
@@ -82,6 +81,19 @@ def table(results, temperature):
     return title + lines.to_string(na_rep="", float_format="{:.3f}".format)
 
 
+def add_sampling(parser, prefix=""):
+    """Flags for the sampling settings, the paper's by default."""
+    add = parser.add_argument
+    add(f"--{prefix}temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
+    add(f"--{prefix}top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 is all")
+    add(f"--{prefix}top-k", type=cli.number(int, 0), default=20, help="0 is all")
+
+
+def sampling_settings(args, prefix=""):
+    settings = {name: getattr(args, prefix + name) for name in ("temperature", "top_p", "top_k")}
+    return settings | {"max_new_tokens": args.max_new_tokens}
+
+
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
@@ -91,7 +103,7 @@ def main():
     add("--runs", type=count, help="samples of each question (default: 16, letters 1, the toy 4)")
     add("--limit", type=count, help="evaluate on the first K questions of each data set only")
     add("--max-new-tokens", type=count, default=8192, help="longer completions are cut off")
-    cli.add_sampling(parser)
+    add_sampling(parser)
     add("--seed", type=int, default=0, help="of the samples")
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
     args = parser.parse_args()
@@ -105,12 +117,12 @@ def main():
 
     results = {}
     for name, problems in datasets.items():
-        settings = cli.sampling_settings(args) | {"seed": args.seed}
+        settings = sampling_settings(args) | {"seed": args.seed}
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
         results[name], records = evaluate(model, tokenizer, problems, runs, **settings)
         if dist.get_rank() == 0:  # after each data set: the next may take hours
             append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])
-            print(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}", file=sys.stderr, flush=True)
+            cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
             report = {"args": vars(args), "results": results}
             write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
     if dist.get_rank() == 0:

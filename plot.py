@@ -134,12 +134,11 @@ PANELS = [  # (what metrics.jsonl calls it, drawn over, title)
 ]
 
 
-def draw_curves(runs, out, window=10):
-    """A panel for each number that the runs have. Runs whose flags differ in the seed alone are
-    drawn as their mean and range. What is logged at every step is the mean of the last `window`
-    steps."""
+def draw_curves(runs, names, out, window=10):
+    """A panel for each number that the runs have. Runs of one name differ in the seed: thin lines
+    and their mean. What is logged at every step is averaged over the last `window` steps."""
     groups = {}
-    for run, name in zip(runs, names_of([read_flags(run) for run in runs])):
+    for run, name in zip(runs, names):
         groups.setdefault(name, []).append(read_metrics(run))
     there = {key for members in groups.values() for lines in members for key in lines}
     panels = [panel for panel in PANELS if panel[0] in there]
@@ -163,8 +162,7 @@ def draw_curves(runs, out, window=10):
             dashes = "-" if number < len(COLOURS) else "--"
             marker = "o" if len(seeds) == 1 else None
             axis.plot(x, seeds.mean(axis=1), dashes, label=name, color=colour, marker=marker)
-            low, high = seeds.min(axis=1), seeds.max(axis=1)
-            axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.plot(x, seeds, color=colour, linewidth=0.5, alpha=0.5)
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_ylim(bottom=0)
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=over == "step", steps=[1, 2, 5, 10]))
@@ -189,18 +187,12 @@ def read_metrics(run):
     return lines.assign(minutes=seconds.cumsum() / 60)
 
 
-def names_of(flags):
-    """A name for each run: its reward, and whatever else the runs do not share, but for the seed.
-    Of a path the last part counts, without the seed that it may end in (a warm start's does)."""
-    rows = [
-        {
-            k: Path(v).name.removesuffix(f"-{of['seed']}") if isinstance(v, str) else v
-            for k, v in of.items()
-        }
-        for of in flags
-    ]
-    table = pandas.DataFrame(rows).drop(columns=["seed", "verifier_model"], errors="ignore")
-    differ = [k for k in table if k != "reward" and table[k].map(repr).nunique() > 1]
+def names_of(runs):
+    """A name for each run: its reward, and the other flags that the runs do not share, but for the
+    seed."""
+    flags = pandas.DataFrame([read_flags(run) for run in runs])
+    differ = [k for k in flags if flags[k].map(repr).nunique() > 1 and k not in ("reward", "seed")]
+    rows = flags.to_dict("records")
     return [", ".join([row["reward"], *(f"{k} {row[k]}" for k in differ)]) for row in rows]
 
 
@@ -222,7 +214,7 @@ def main():
     formats = plt.gcf().canvas.get_supported_filetypes()
     require(out.suffix[1:] in formats, f"--out {out}: expected a name that ends in .svg or .png")
     if args.question is None:
-        return draw_curves(runs, out)
+        return draw_curves(runs, names_of(runs), out)
     require(len(runs) == 1, "--question takes one RUN")
     groups = read_log(runs[0] / "samples.jsonl")
     inside = -len(groups) <= args.question < len(groups)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from engine.cli import progress
+from engine.cli import progress, say
 from engine.files import append_rows, keep_steps_before, read_rows, write_atomically
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
@@ -43,6 +43,13 @@ def means(described):
     """The mean over the groups of a step. A number that is missing from a group counts as 0."""
     names = sorted({name for numbers in described for name in numbers})
     return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
+
+
+def timing(line, args, start, sampled, rewarded, end):
+    """The parts of a step, in seconds, and its speed."""
+    seconds = {"sample": sampled - start, "reward": rewarded - sampled, "update": end - rewarded}
+    tokens = line["completion_tokens"] * args.samples * args.questions
+    return {"seconds": seconds, "tokens_per_second": tokens / (end - start)}
 
 
 def sample_record(step, group, R, record):
@@ -101,29 +108,25 @@ def header(out, args, actor, problems, last_step, memory):
     yield f"files: {out}"
     if actor.device.type == "cpu" and parameters > 1e9:
         tokens = args.questions * args.samples * args.max_new_tokens
-        operations = 12 * parameters * tokens  # sample 2, score 2, update 8 a parameter and token
-        hours = operations / (os.cpu_count() * 5e10) / 3600
+        # 12 operations per parameter and token (sampling 2, scoring 2, update 8) at 50 GFLOP/s
+        hours = 12 * parameters * tokens / (os.cpu_count() * 5e10) / 3600
         yield (
-            f"On a CPU a step of {tokens:,} tokens takes about {hours:,.0f} hours (at 50 GFLOP/s a "
-            "core): use a GPU, a smaller model, or fewer questions, samples and tokens"
+            f"On a CPU a step of {tokens:,} tokens takes about {hours:,.0f} hours: use a GPU, a "
+            "smaller model, or fewer questions, samples and tokens"
         )
 
 
-def warning(numbers, max_new_tokens):
-    """What is wrong with a step, by its cause -> (cause, sentence), or None."""
-    answered, cut = numbers["answered"], numbers["truncated"]
-    if answered < 0.02 and cut > 0.5:
-        return "cut", (
-            f"{1 - answered:.0%} of the samples have no answer, and {cut:.0%} were cut off: "
-            f"raise --max-new-tokens ({max_new_tokens})"
-        )
-    if answered < 0.02:
-        return "unboxed", (
-            f"{1 - answered:.0%} of the samples have no answer: the model ends without "
-            r"\boxed{}. It needs a supervised start: docs/running.md, 'A supervised start'"
+def warning(numbers):
+    """What is wrong with a step and what helps, or None."""
+    if numbers["answered"] < 0.02 and numbers["truncated"] > 0.5:
+        return "almost no sample has an answer, and most were cut off: raise --max-new-tokens"
+    if numbers["answered"] < 0.02:
+        return (
+            "almost no sample has an answer: the model ends without a box. It needs a supervised "
+            "start: docs/running.md, 'A supervised start'"
         )
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
-        return "alike", (
+        return (
             "in every group all samples received the same reward, so this step had no gradient. "
             "If that goes on: docs/running.md, 'When nothing is learned'"
         )
@@ -136,8 +139,8 @@ def summary(out, last_step):
     for name in "reward", "pass_at_1", "eval_exact_match", "answered":
         if values := [line[name] for line in lines if line.get(name) is not None]:
             yield f"  {name:16}  {brief(values[0])} at first, {brief(values[-1])} at last"
-    if not any(line["grad_norm"] for line in steps):
-        yield "  The weights have not changed: every gradient was 0. See docs/running.md"
+    if not any(line["grad_norm"] for line in steps):  # null: not finite, and so skipped
+        yield "  The weights have not changed: no step had a usable gradient. See docs/running.md"
     minutes = {p: sum(line["seconds"][p] for line in steps) / 60 for p in steps[0]["seconds"]}
     yield "  minutes           " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items())
     yield f"  model             {out / 'checkpoints' / f'step-{last_step}'}"
@@ -154,7 +157,7 @@ class RunLog:
     ranks it does nothing."""
 
     def __init__(self, out, args, first_step, last_step):
-        self.out, self.args, self.warned = out, args, set()
+        self.out, self.warned = out, set()
         self.active = dist.get_rank() == 0
         self.first_step, self.last_step, self.started = first_step, last_step, time.perf_counter()
         shape = "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}"
@@ -182,7 +185,7 @@ class RunLog:
         append_rows(self.out / "metrics.jsonl", [numbers | dict.fromkeys(odd)])
         step = numbers["step"]
         if step == 0:
-            self.say(f"before training  {one_line(numbers)}")
+            say(f"before training  {one_line(numbers)}")
             self.started = time.perf_counter()
             return
         seconds = (time.perf_counter() - self.started) / (step - self.first_step + 1)
@@ -192,21 +195,16 @@ class RunLog:
         if not sys.stderr.isatty():
             eta = datetime.timedelta(seconds=round(seconds * (self.last_step - step)))
             text = f"step {step}/{self.last_step}  {one_line(numbers)}"
-            self.say(f"{text}  {seconds:.3g} s/step  eta {eta}")
-        cause, sentence = warning(numbers, self.args.max_new_tokens) or (None, None)
-        if cause and cause not in self.warned:
-            self.warned.add(cause)
-            self.say(f"warning at step {step}: {sentence}")
+            say(f"{text}  {seconds:.3g} s/step  eta {eta}")
+        problem = warning(numbers)
+        if problem and problem not in self.warned:
+            self.warned.add(problem)
+            say(f"warning at step {step}: {problem}")
 
     def keep_samples(self, step, groups, R, records):
         if self.active:
             kept = list(zip(groups, R, records))[:GROUPS_A_STEP]
             append_rows(self.out / "samples.jsonl", [sample_record(step, *each) for each in kept])
-
-    def say(self, text):
-        """A line above the bar."""
-        if self.active:
-            self.bar.write(text, file=sys.stderr)
 
     def close(self):
         self.bar.close()

@@ -62,17 +62,15 @@ def encode_prompt(tokenizer, problem):
 # -------------------------------------------------------------------------------------- the samples
 
 
-def sample(model, tokenizer, questions, N, max_new_tokens, **settings):
-    """N samples of each question -> list of Group. questions: pairs (Problem, prompt ids);
-    settings: of engine.sampling.generate."""
-    prompts = [prompt for _, prompt in questions for _ in range(N)]
-    completions, entropies = generate(model, prompts, max_new_tokens, **settings)
+def sample(model, tokenizer, problems, N, max_new_tokens, **settings):
+    """N samples of each problem -> list of Group. settings: see engine.sampling.generate."""
+    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
+    repeated = [prompt for prompt in prompts for _ in range(N)]
+    completions, entropies = generate(model, repeated, max_new_tokens, **settings)
     stops, groups = model.generation_config.eos_token_id, []
-    for k, (problem, prompt) in enumerate(questions):
-        mine = slice(k * N, (k + 1) * N)
-        groups.append(
-            to_group(tokenizer, stops, problem, prompt, completions[mine], entropies[mine])
-        )
+    for k, (problem, prompt) in enumerate(zip(problems, prompts)):
+        own = slice(k * N, (k + 1) * N)
+        groups.append(to_group(tokenizer, stops, problem, prompt, completions[own], entropies[own]))
     return groups
 
 

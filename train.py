@@ -9,7 +9,6 @@ baseline, take one optimizer step, copy the weights to the actor.
 """
 
 import functools
-import logging
 import math
 import random
 import time
@@ -25,13 +24,10 @@ from engine import cli, run
 from engine.cli import InputError, require
 from engine.files import read_flags
 from engine.policy import Policy, copy_weights, load, load_model, plan_memory
-from evaluate import evaluate
+from evaluate import add_sampling, evaluate, sampling_settings
 from rewards import REWARDS
 from rloo import leave_one_out, rloo_rows, update, verifree_rows
 from rollout import encode_prompt, sample
-
-logger = logging.getLogger("train")
-
 
 # -------------------------------------------------------------------------------------------- flags
 
@@ -42,62 +38,33 @@ def make_parser():
     count, names = cli.number(int, 1), ", ".join([*TOY, *HUB])
     add = parser.add_argument_group("what is trained, on what, by which reward").add_argument
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
-    add(
-        "--dataset",
-        help=f"one of {names}; or a .jsonl, .json or .parquet file with the columns question and "
-        "answer, see docs/running.md (default: toy, with --model math7.5k)",
-    )
+    add("--dataset", help=f"{names}, or a file (default: toy, with --model math7.5k)")
     add("--reward", default="cer", choices=REWARDS, help="reward function")
-    add(
-        "--verifier-model",
-        default="TIGER-Lab/general-verifier",
-        help="Hugging Face id or directory of the model behind --reward general-verifier",
-    )
+    add("--verifier-model", default="TIGER-Lab/general-verifier", help="for general-verifier")
     add = parser.add_argument_group("the batch").add_argument
-    add("--questions", type=count, default=32, help="B, questions in a step, over all ranks")
-    add("--samples", type=cli.number(int, 2), default=16, help="N, samples of each question")
-    add("--m", type=count, help="M, solutions that a CER averages over (default: N)")
+    add("--questions", type=count, default=32, help="B, questions per step, over all ranks")
+    add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
+    add("--m", type=count, help="M, solutions that CER averages over (default: N)")
     add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     add = parser.add_argument_group("optimization").add_argument
     add("--lr", type=cli.number(float, 1e-12), default=1e-6, help="learning rate of Adam")
-    add(
-        "--lr-end",
-        type=cli.number(float, 0, 1),
-        default=1.0,
-        help="final learning rate as a fraction of --lr; the decay is linear",
-    )
+    add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr; linear")
     add("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
     add("--steps", type=count, help="optimizer steps, instead of --epochs")
-    add(
-        "--microbatch-tokens",
-        type=count,
-        help="tokens in one forward and backward pass (default: as many as fit, at most 16384)",
-    )
-    add(
-        "--cpu-offload",
-        action="store_true",
-        help="keep policy and Adam in the CPU's memory (slower); automatic if they do not fit on "
-        "the GPU",
-    )
+    add("--microbatch-tokens", type=count, help="(default: as many as fit, at most 16384)")
+    add("--cpu-offload", action="store_true", help="policy and Adam in CPU memory; auto if needed")
     add("--seed", type=int, default=0, help="of the data order and of the samples")
-    group = parser.add_argument_group(
-        "evaluation: before the first step, every so many steps, at the end"
-    )
+    group = parser.add_argument_group("evaluation (also before the first step and at the end)")
     add = group.add_argument
     add("--eval-dataset", help="a name or a file, as for --dataset (default: no evaluation)")
     add("--eval-every", type=count, default=50, help="steps between two evaluations")
     add("--eval-limit", type=count, help="evaluate on the first K questions only")
-    add("--eval-runs", type=count, default=1, help="evaluation samples of each question")
-    cli.add_sampling(group, "eval-")
+    add("--eval-runs", type=count, default=1, help="evaluation samples per question")
+    add_sampling(group, "eval-")
     add = parser.add_argument_group("files").add_argument
     add("--out", help="new directory for the run (default: runs/TIME-DATASET-REWARD)")
-    add(
-        "--save-every",
-        type=count,
-        default=100,
-        help="steps between checkpoints; the last step is always saved",
-    )
+    add("--save-every", type=count, default=100, help="steps between checkpoints")
     add("--keep", type=count, default=3, help="checkpoints to keep; older ones are deleted")
     add("--resume", action="store_true", help="resume from the last checkpoint in --out")
     return parser
@@ -140,13 +107,11 @@ def parse_args():
 
 
 def main():
-    logger.setLevel(logging.INFO)
     args = parse_args()
     device = run.init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
-    name = Path(args.dataset).stem if Path(args.dataset).is_file() else args.dataset
-    out = args.out if args.resume else run.output_directory(args.out, f"{name}-{args.reward}")
-    out = Path(out)
+    name = f"{Path(args.dataset).name}-{args.reward}"
+    out = Path(args.out) if args.resume else run.output_directory(args.out, name)
     require(args.questions >= world, f"--questions {args.questions}: fewer than {world} ranks")
 
     # Data and models: the actor samples and judges, the policy is trained.
@@ -157,22 +122,19 @@ def main():
     verifier = None
     if args.reward == "general-verifier":
         verifier = load(args.verifier_model, device, check=False)
-    questions = with_prompts(problems, tokenizer, args)
-    longest_row = max(len(prompt) for _, prompt in questions) + args.max_new_tokens
+    problems, longest_prompt = without_long_prompts(problems, tokenizer, args)
     microbatch_tokens, offload, memory = plan_memory(
-        actor, longest_row, args.microbatch_tokens, args.cpu_offload
+        actor, longest_prompt + args.max_new_tokens, args.microbatch_tokens, args.cpu_offload
     )
     policy = Policy(load_model(model, "cpu", torch.float32), offload)
     # fused: the others allocate a temporary of the size of one moment, 4 bytes a parameter
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, weight_decay=0.0, fused=torch.cuda.is_available()
     )
-    last_step = args.steps or max(1, args.epochs * len(questions) // args.questions)
+    last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     first_step = 1 + (run.load_checkpoint(out, policy, optimizer) if args.resume else 0)
-    require(
-        first_step <= last_step,
-        f"the run in {out} is complete at step {last_step}: {HOW_TO_EXTEND}",
-    )
+    complete = f"the run in {out} is complete at step {last_step}: {HOW_TO_EXTEND}"
+    require(first_step <= last_step, complete)
     copy_weights(policy, actor)
 
     reward = functools.partial(
@@ -181,22 +143,22 @@ def main():
     rows_of = verifree_rows if args.reward == "verifree" else rloo_rows
     log, skipped = report.RunLog(out, args, first_step, last_step), 0
     for line in report.header(out, args, actor, problems, last_step, memory):
-        log.say(line)
+        cli.say(line)
     with run.StopRequest() as stop:
         if args.eval_dataset and first_step == 1:
             log.add({"step": 0, **evaluation(actor, tokenizer, eval_problems, args)})
         for step in range(first_step, last_step + 1):
             run.seed_everything(args.seed, step)
-            times = [time.perf_counter()]
+            start = time.perf_counter()
 
             # 1. Sample: N solutions, each with an answer, to each of this rank's questions.
-            batch = questions_of(step, questions, args)[rank::world]
+            batch = batch_of(step, problems, args)[rank::world]
             groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
-            times.append(time.perf_counter())
+            sampled = time.perf_counter()
 
             # 2. Reward: R [B, N], constants: no gradient flows through them.
             R, records = reward(groups)
-            times.append(time.perf_counter())
+            rewarded = time.perf_counter()
 
             # 3. Leave-one-out: A [B, N].
             A = leave_one_out(R)
@@ -211,14 +173,14 @@ def main():
                 policy, optimizer, run.all_gather(rows), lr, microbatch_tokens, UPDATE_BAR
             )
             copy_weights(policy, actor)
-            times.append(time.perf_counter())
+            end = time.perf_counter()
 
             # 5. Report, evaluate, save.
             numbers = [report.describe(*each) for each in zip(groups, R, A, records)]
             line = {"step": step, **report.means(run.all_gather(numbers))}
             line |= {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+            line |= report.timing(line, args, start, sampled, rewarded, end)
             skipped = 0 if math.isfinite(grad_norm) else skipped + 1
-            line |= {"updates_skipped": int(skipped > 0), **timing(times, line, args)}
             stopped_by = stop.on_any_rank()
             stopping = stopped_by or skipped == 3
             on_time = step % args.eval_every == 0 and not stopping
@@ -239,10 +201,8 @@ def main():
         )
     dist.destroy_process_group()
     if step < last_step:
-        log.say(
-            f"stopped after step {step} of {last_step}; go on with: "
-            f"python train.py --resume --out {out}"
-        )
+        resume = f"python train.py --resume --out {out}"
+        cli.say(f"stopped after step {step} of {last_step}; go on with: {resume}")
         return 128 + stopped_by
     if rank == 0:
         print(f"{args.reward} on {args.dataset}", *report.summary(out, step), sep="\n")
@@ -256,21 +216,12 @@ UPDATE_BAR = functools.partial(cli.short_progress, "update")
 
 
 def evaluation(actor, tokenizer, problems, args):
-    settings = cli.sampling_settings(args, "eval_")
+    settings = sampling_settings(args, "eval_")
     summary, _ = evaluate(actor, tokenizer, problems, args.eval_runs, seed=args.seed, **settings)
     return {
         "pass_at_1": summary["pass_at_1"],
         "pass_at_1_stderr": summary["stderr"],
         "eval_exact_match": summary["exact_match"],
-    }
-
-
-def timing(times, line, args):
-    seconds = [after - before for before, after in zip(times, times[1:])]
-    tokens = line["completion_tokens"] * args.samples * args.questions
-    return {
-        "seconds": dict(zip(("sample", "reward", "update"), seconds)),
-        "tokens_per_second": tokens / sum(seconds),
     }
 
 
@@ -287,23 +238,22 @@ def toy_model(out, args):
     return str(directory)
 
 
-def with_prompts(problems, tokenizer, args):
-    """-> list of (problem, prompt ids). Prompts over the limit are left out and counted."""
-    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
-    limit = args.max_prompt_tokens
-    questions = [(p, ids) for p, ids in zip(problems, prompts) if len(ids) <= limit]
-    require(questions, f"--max-prompt-tokens {limit}: all of {args.dataset} is longer")
-    if left_out := len(problems) - len(questions):
-        logger.info("left out %d of %d prompts over %d tokens", left_out, len(problems), limit)
-    return questions
+def without_long_prompts(problems, tokenizer, args):
+    """-> (the problems whose prompts are within the limit, tokens of the longest of these)."""
+    limit, sizes = args.max_prompt_tokens, [len(encode_prompt(tokenizer, p)) for p in problems]
+    kept = [problem for problem, size in zip(problems, sizes) if size <= limit]
+    require(kept, f"--max-prompt-tokens {limit}: all of {args.dataset} is longer")
+    if left_out := len(problems) - len(kept):
+        cli.say(f"left out {left_out} of {len(problems)} prompts over {limit} tokens")
+    return kept, max(size for size in sizes if size <= limit)
 
 
-def questions_of(step, questions, args):
-    """The B (problem, prompt) pairs of a step, counted from 1: epoch after epoch, each in its own
-    random order. A function of the step alone, so that a run can be resumed anywhere."""
-    size = len(questions)
+def batch_of(step, problems, args):
+    """The B problems of a step (the first is step 1): epoch after epoch, each in its own random
+    order. A function of the step alone, so that a run can be resumed anywhere."""
+    size = len(problems)
     positions = range((step - 1) * args.questions, step * args.questions)
-    return [questions[epoch_order(size, args.seed, i // size)[i % size]] for i in positions]
+    return [problems[epoch_order(size, args.seed, i // size)[i % size]] for i in positions]
 
 
 @functools.lru_cache(maxsize=2)

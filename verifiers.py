@@ -71,14 +71,9 @@ VERIFIERS = {
 
 
 def verdict(problem, answer):
-    """The data set's own verifier -> "right" or "wrong", and from math-verify also "unparsed" or
-    "timeout"; None without an answer."""
+    """What the problem's verifier says of an answer -> "right" (which pass@1 counts) or "wrong",
+    from math-verify also "unparsed" or "timeout"; None without an answer."""
     if answer is None:
         return None
     said = VERIFIERS[problem.verifier](answer, problem.reference)
     return said if isinstance(said, str) else "right" if said else "wrong"
-
-
-def is_correct(problem, answer):
-    """What pass@1 counts."""
-    return verdict(problem, answer) == "right"

@@ -106,10 +106,19 @@ def alternate(case, trainer, args, directory):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.0)
 
     def our_step():
-        batch = [(p, encode_prompt(tokenizer, p)) for p in rng.sample(problems, B)]
+        batch = rng.sample(problems, B)
         if given:
-            samples = [(given[k : k + N], [0.0] * N) for k in range(0, B * N, N)]
-            groups = [to_group(tokenizer, [], *q, *s) for q, s in zip(batch, samples)]
+            groups = [
+                to_group(
+                    tokenizer,
+                    stops=[],
+                    problem=problem,
+                    prompt=encode_prompt(tokenizer, problem),
+                    completions=given[k * N : (k + 1) * N],
+                    entropies=[0.0] * N,
+                )
+                for k, problem in enumerate(batch)
+            ]
         else:
             groups = sample(actor, tokenizer, batch, N, L)
         R = exact_match(groups)[0] + noise * torch.rand(B, N)
@@ -123,19 +132,39 @@ def alternate(case, trainer, args, directory):
         right = [bool(box) and box[1] == a_star for box, a_star in zip(found, reference)]
         return [one + noise * rng.random() for one in right]
 
-    settings = dict(temperature=1.0, top_p=1.0, top_k=0, beta=0.0, max_completion_length=L)
-    settings |= dict(num_generations=N, per_device_train_batch_size=B * N, max_steps=args.steps)
-    settings |= dict(learning_rate=LR, lr_scheduler_type="constant", gradient_checkpointing=False)
-    settings |= dict(use_cpu=True, bf16=False, dataloader_pin_memory=False, output_dir=directory)
-    settings |= dict(report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True)
+    config = getattr(trl, f"{trainer}Config")(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        max_completion_length=L,
+        num_generations=N,
+        per_device_train_batch_size=B * N,
+        max_steps=args.steps,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        dataloader_pin_memory=False,
+        output_dir=directory,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
     if trainer == "GRPO":
-        settings |= dict(scale_rewards="none", loss_type="dr_grpo")
+        config.scale_rewards, config.loss_type = "none", "dr_grpo"
     data = [{"prompt": chat_messages(p), "reference": p.reference} for p in problems]
     callback = Alternate(our_step)
-    config, model = getattr(trl, f"{trainer}Config")(**settings), load(args.model, "cpu")[0]
-    options = dict(processing_class=tokenizer, callbacks=[callback], args=config)
-    options |= dict(reward_funcs=exact, train_dataset=Dataset.from_list(data))
-    theirs = getattr(trl, f"{trainer}Trainer")(model, **options)
+    theirs = getattr(trl, f"{trainer}Trainer")(
+        load(args.model, "cpu")[0],
+        processing_class=tokenizer,
+        callbacks=[callback],
+        args=config,
+        reward_funcs=exact,
+        train_dataset=Dataset.from_list(data),
+    )
     if given:  # in place of sampling
         sampled = (given, None) if trainer == "GRPO" else given
         theirs._generate_single_turn = lambda *_, **__: sampled

@@ -79,7 +79,8 @@ def main():
     path.with_suffix(".md").write_text(text)
     print(text)
     runs = sorted(out for out in RUNS.glob(f"{prefix}-*") if checkpoints(out))
-    plot.draw_curves(runs, path.with_suffix(".png"))
+    names = [read_flags(out)["reward"] for out in runs]
+    plot.draw_curves(runs, names, path.with_suffix(".png"))
 
 
 def make(directory, maker, *args):

@@ -61,9 +61,17 @@ def scoring(model, tokenizer, length, repeats, N=16):
             scores, ours, peak = measure(lambda: answer_logprobs(*inputs), repeats)  # noqa: B023
             naive_scores, naive, naive_peak = measure(lambda: full_passes(*inputs))  # noqa: B023
             difference = (scores - naive_scores).abs().max().item()
-            line = dict(N=N, U=U, context=context, seconds=ours, full_passes_seconds=naive)
-            line |= dict(ratio=naive / ours, largest_difference=difference)
-            yield line | dict(peak_gib=peak, full_passes_peak_gib=naive_peak)
+            yield {
+                "N": N,
+                "U": U,
+                "context": context,
+                "seconds": ours,
+                "full_passes_seconds": naive,
+                "ratio": naive / ours,
+                "largest_difference": difference,
+                "peak_gib": peak,
+                "full_passes_peak_gib": naive_peak,
+            }
 
 
 @torch.no_grad()
@@ -124,9 +132,14 @@ def updating(model, tokenizer, length, repeats, rows=16):
     size = 8192 if model.device.type == "cuda" else 1024
     square = torch.randn(size, size, device=model.device, dtype=model.dtype)
     rate = 10 * 2 * size**3 / measure(lambda: [square @ square for _ in range(10)], repeats)[1]
-    line = dict(rows=rows, tokens=tokens, seconds=seconds, peak_gib=peak)
-    speed = flops / seconds
-    yield line | dict(tflops_per_second=speed / 1e12, share_of_matrix_rate=speed / rate)
+    yield {
+        "rows": rows,
+        "tokens": tokens,
+        "seconds": seconds,
+        "peak_gib": peak,
+        "tflops_per_second": flops / seconds / 1e12,
+        "share_of_matrix_rate": flops / seconds / rate,
+    }
 
 
 if __name__ == "__main__":

@@ -30,8 +30,10 @@ from data import load_problems
 from engine import cli, policy, run
 from engine.files import append_rows
 from rewards import conditional_expectation
-from rollout import encode_prompt, sample
-from verifiers import is_correct
+from rollout import sample
+from verifiers import verdict
+
+REWARDS = ["exact", "rule", "verifree", "cer, M = 1", "cer", "rule+cer"]
 
 
 def main():
@@ -72,11 +74,13 @@ def samples_of(args, device, at_once=10):
     model, tokenizer = policy.load(args.model, device)
     run.seed_everything(args.seed)
     for start in tqdm(range(0, len(problems), at_once), unit="batch"):
-        batch = [(p, encode_prompt(tokenizer, p)) for p in problems[start : start + at_once]]
+        batch = problems[start : start + at_once]
         sampled = sample(model, tokenizer, batch, args.samples, args.max_new_tokens)
         R, records = conditional_expectation(sampled, actor=model, tokenizer=tokenizer, M=None)
         for group, R_group, record in zip(sampled, R, records):
-            record["correct"] = [is_correct(group.problem, answer) for answer in group.answers]
+            record["correct"] = [
+                verdict(group.problem, answer) == "right" for answer in group.answers
+            ]
             groups.append(report.sample_record(0, group, R_group, record))
     return groups
 
@@ -89,18 +93,14 @@ def rewards_of(group):
     answers, a_star, columns = group["answers"], group["reference"], group["columns"]
     log_W, log_P = torch.tensor(group["log_W"]), torch.tensor(group["log_P"])
     row_of = [group["distinct_answers"].index(answers[i]) for i in columns]
-    N = len(answers)
-    R = {"exact": torch.tensor([float(answer == a_star) for answer in answers])}
-    R["rule"] = torch.tensor([float(toy.same_digits(a or "", a_star)) for a in answers])
-    R["verifree"] = torch.zeros(N).index_copy(0, torch.tensor(columns).long(), log_P.exp())
-    for M in [M for M in (1, 2, 4, 8, 16) if M < N] + [N]:
-        chosen = torch.ones_like(log_W, dtype=torch.bool)
-        if M < len(columns):
-            chosen = choose_solutions(len(log_W), row_of, M)
-        R[f"cer, M = {M}"] = torch.zeros(N)
-        R[f"cer, M = {M}"][columns] = cer(log_W.masked_fill(~chosen, -torch.inf), log_P)[row_of]
-        R[f"cer, M = {M}"][[i for i in columns if answers[i] == "" != a_star]] = 0.0
-    R["rule+cer"] = (R["rule"] + R[f"cer, M = {N}"]) / 2
+    one_each = choose_solutions(len(log_W), row_of, 1)
+    R = {name: torch.zeros(len(answers)) for name in REWARDS}
+    R["exact"] += torch.tensor([answer == a_star for answer in answers])
+    R["rule"] += torch.tensor([toy.same_digits(answer or "", a_star) for answer in answers])
+    R["verifree"][columns] = log_P.exp()
+    R["cer, M = 1"][columns] = cer(log_W.masked_fill(~one_each, -torch.inf), log_P)[row_of]
+    R["cer"] = torch.tensor(group["R"])
+    R["rule+cer"] = (R["rule"] + R["cer"]) / 2
     return R
 
 
@@ -189,43 +189,28 @@ def table(lines):
 
 
 def draw(lines, out):
-    """A column for each model, means of its seeds: above AUC by M, with the mean of their
-    intervals; below the forms."""
+    """A column for each model, means of its seeds: above the AUC of each reward, with the mean of
+    the intervals; below the forms."""
     models = list(dict.fromkeys(lines.model))
-    figure, axes = plot.plt.subplots(
-        2,
-        len(models),
-        figsize=(3.6 * len(models), 6.5),
-        squeeze=False,
-        sharex="row",
-        sharey="row",
-    )
+    size = (3.6 * len(models), 6.5)
+    figure, axes = plot.plt.subplots(2, len(models), figsize=size, squeeze=False, sharey="row")
     for (above, below), model in zip(axes.T, models):
         means = lines[lines.model == model].groupby(["statistic", "which"], sort=False)
         means = means[["mean", "low", "high"]].mean()
-        for style, name in zip(["o-", "o--", "o:"], ["AUC", "AUC, wrong work", "AUC, slips"]):
-            by_M = means.reindex([(name, f"cer, M = {M}") for M in (1, 2, 4, 8, 16)])
-            error = [by_M["mean"] - by_M.low, by_M.high - by_M["mean"]]
-            label = name.replace("AUC", "cer")
-            above.errorbar(
-                range(5), by_M["mean"], error, fmt=style, color="C0", label=label, capsize=2
-            )
-        above.set_xticks(range(5), [1, 2, 4, 8, 16])
-        for colour, reward in zip(plot.COLOURS[1:], ("verifree", "rule", "exact")):
-            if ("AUC", reward) in means.index:
-                above.axhline(means.loc[("AUC", reward), "mean"], color=colour, label=reward)
-        above.set_xlabel("M")
-        above.set_title(model, fontsize=10)
-        y = numpy.arange(len(toy.FORMS))
+        for shift, name in (-0.2, "AUC"), (0, "AUC, wrong work"), (0.2, "AUC, slips"):
+            points = means.reindex([(name, reward) for reward in REWARDS])
+            error = [points["mean"] - points.low, points.high - points["mean"]]
+            y = numpy.arange(len(REWARDS)) + shift
+            above.errorbar(points["mean"], y, xerr=error, fmt="o", label=name, capsize=2)
+        above.set(title=model, xlabel="AUC within a question", xlim=(0.3, 1.05))
+        above.set_yticks(range(len(REWARDS)), REWARDS)
         for shift, name in (-0.2, "share of answers"), (0.2, "P after right work"):
             bars = means["mean"].reindex([(name, form) for form in toy.FORMS])
-            below.barh(y + shift, bars, height=0.4, label=name)
-        below.set_yticks(y, toy.FORMS)
-    axes[0, 0].set_ylabel("AUC within a question")
-    for height, axis in (1, axes[0, 0]), (0.49, axes[1, 0]):
-        labelled = axis.get_legend_handles_labels()
-        figure.legend(*labelled, loc="upper center", bbox_to_anchor=(0.5, height), ncol=6)
-    figure.tight_layout(h_pad=3, rect=(0, 0, 1, 0.96))
+            below.barh(numpy.arange(len(toy.FORMS)) + shift, bars, height=0.4, label=name)
+        below.set_yticks(range(len(toy.FORMS)), toy.FORMS)
+    axes[0, 0].legend(loc="lower left", fontsize=8)
+    axes[1, 0].legend(loc="lower right", fontsize=8)
+    figure.tight_layout()
     plot.save(figure, out)
 
 

@@ -93,20 +93,13 @@ def number(kind, low, high=float("inf")):
     return parse
 
 
-def add_sampling(parser, prefix=""):
-    """The sampling settings of an evaluation, the paper's by default."""
-    add = parser.add_argument
-    add(f"--{prefix}temperature", type=number(float, 0), default=0.6, help="0 is greedy")
-    add(f"--{prefix}top-p", type=number(float, 1e-6, 1), default=0.95, help="1 keeps all tokens")
-    add(f"--{prefix}top-k", type=number(int, 0), default=20, help="0 keeps all tokens")
+# ----------------------------------------------------------------------------- lines and progress
 
 
-def sampling_settings(args, prefix=""):
-    settings = {name: getattr(args, prefix + name) for name in ("temperature", "top_p", "top_k")}
-    return settings | {"max_new_tokens": args.max_new_tokens}
-
-
-# ----------------------------------------------------------------------------------------- progress
+def say(text):
+    """A line on stderr, above the bar if there is one. Only the first rank speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        tqdm.write(text, file=sys.stderr)
 
 
 def progress(iterable=None, **options):

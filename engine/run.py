@@ -20,11 +20,8 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from engine.cli import InputError, first_line, require
+from engine.cli import InputError, first_line, require, say
 from engine.files import checkpoints
-
-logger = logging.getLogger("train")  # train.py lets its messages through
-
 
 # -------------------------------------------------------------------------------------------- ranks
 
@@ -80,7 +77,7 @@ class StopRequest:
     def request(self, which, frame):
         self.signal = which
         signal.signal(which, signal.SIG_DFL)
-        logger.info("%s: stopping after this step", signal.Signals(which).name)
+        say(f"{signal.Signals(which).name}: stopping after this step")
 
     def on_any_rank(self):
         """-> the signal that some rank received, or None. All ranks call this together."""
@@ -158,7 +155,7 @@ def load_checkpoint(out, policy, optimizer):
     before its first."""
     found = checkpoints(out)
     if not found:
-        logger.info("no checkpoint in %s yet: the run begins again", out)
+        say(f"no checkpoint in {out} yet: the run begins again")
         return 0
     step, directory = found[-1]
     try:

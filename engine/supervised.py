@@ -3,7 +3,7 @@
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from engine.cli import progress
+from engine.cli import progress, say
 
 
 def supervise(model, demonstrate, steps, batch, lr, stop):
@@ -31,5 +31,5 @@ def supervise(model, demonstrate, steps, batch, lr, stop):
             if (step + 1) % max(1, steps // 10) == 0:
                 bar.set_postfix(loss=f"{loss.item():.3f}")
                 if bar.disable:  # no terminal: a plain line
-                    bar.write(f"supervised start {step + 1}/{steps}  loss {loss.item():.3f}")
+                    say(f"supervised start {step + 1}/{steps}  loss {loss.item():.3f}")
     return loss.item()

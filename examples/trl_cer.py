@@ -98,25 +98,39 @@ def main():
 
     problems = load_problems(args.dataset)
     rows = [{"prompt": chat_messages(p), "reference": p.reference} for p in problems]
-    padding = {"suppress_tokens": model.generation_config.suppress_tokens}
-    conditions = dict(temperature=1.0, top_p=1.0, top_k=0, generation_kwargs=padding, beta=0.0)
-    conditions |= dict(scale_rewards="none", loss_type="dr_grpo") if args.grpo else {}
-    batch = dict(num_generations=N, max_completion_length=args.max_new_tokens)
-    batch |= dict(per_device_train_batch_size=N)  # one question in a micro-batch
-    batch |= dict(gradient_accumulation_steps=B // ranks.num_processes)
-    run = dict(learning_rate=lr, max_steps=args.steps, seed=args.seed, output_dir=args.out)
-    decay = {"power": 1.0, "lr_end": lr * toy.LEARNING_RATE["lr_end"]}  # linear, as train.py's toy
-    run |= dict(lr_scheduler_type="polynomial", lr_scheduler_kwargs=decay)
-    run |= dict(use_cpu=not gpu, bf16=gpu, save_strategy="no", report_to="none")
+    Config, Trainer = (GRPOConfig, GRPOTrainer) if args.grpo else (RLOOConfig, RLOOTrainer)
+    config = Config(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        generation_kwargs={"suppress_tokens": model.generation_config.suppress_tokens},
+        num_generations=N,
+        max_completion_length=args.max_new_tokens,
+        per_device_train_batch_size=N,  # one question per micro-batch
+        gradient_accumulation_steps=B // ranks.num_processes,
+        learning_rate=lr,
+        lr_scheduler_type="polynomial",  # with power 1 linear, as train.py's toy
+        lr_scheduler_kwargs={"power": 1.0, "lr_end": lr * toy.LEARNING_RATE["lr_end"]},
+        max_steps=args.steps,
+        seed=args.seed,
+        use_cpu=not gpu,
+        bf16=gpu,
+        output_dir=args.out,
+        save_strategy="no",
+        report_to="none",
+    )
+    if args.grpo:
+        config.scale_rewards, config.loss_type = "none", "dr_grpo"
 
     def cer_reward(prompts, completion_ids, reference, **others):
         return cer_rewards(trainer, prompts, completion_ids, reference)
 
-    trainer = (GRPOTrainer if args.grpo else RLOOTrainer)(
+    trainer = Trainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=cer_reward,
-        args=(GRPOConfig if args.grpo else RLOOConfig)(**conditions, **batch, **run),
+        args=config,
         train_dataset=Dataset.from_list(rows),
     )
     trainer.train()

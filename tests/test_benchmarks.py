@@ -53,7 +53,7 @@ def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, t
     for seed in 0, 1, 1:
         code, out, err = script(judge, f"{flags} --seed {seed}")
         assert code == 0, err
-    assert "| `cer, M = 4` |" in out and "`rule+cer`" in out and (tmp_path / "j.png").exists()
+    assert "| `cer, M = 1` |" in out and "`rule+cer`" in out and (tmp_path / "j.png").exists()
     table = pandas.read_csv(tmp_path / "j.csv")
     lines = table.set_index(["seed", "statistic", "which"])["mean"].sort_index()
     assert not lines.index.duplicated().any()

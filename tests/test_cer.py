@@ -17,7 +17,7 @@ import data
 from cer import answer_logprobs, choose_solutions, exact_cer, rewards
 from engine.policy import load
 from engine.tokens import pad, vocabulary
-from rollout import encode_prompt, sample
+from rollout import sample
 
 # ------------------------------------------------------------ the scorer and its specification
 
@@ -321,15 +321,15 @@ def test_cer_needs_torch_transformers_and_one_file_of_ours():
 def test_theorem_2_on_a_language_model(toy_model_dir):
     """The mean of pi(a*|s), the mean CER and the rate of exact match estimate one number."""
     model, tokenizer = load(toy_model_dir, "cpu")
-    pilots = [(p, encode_prompt(tokenizer, p)) for p in data.load_problems("toy-test", 8)]
+    pilots = data.load_problems("toy-test", 8)
     given = Counter()  # for a reference, an answer that the model gives, to any of eight questions
     for k, pilot in enumerate(sample(model, tokenizer, pilots, 64, max_new_tokens=32)):
         given.update((k, answer) for answer in pilot.answers if answer)
     (k, a_star), _ = given.most_common(1)[0]
-    problem, prompt = data.Problem(pilots[k][0].question, a_star), pilots[k][1]
+    problem = data.Problem(pilots[k].question, a_star)
     N, groups, estimates = 64, 40, {"P": [], "CER": [], "exact": []}
-    for group in sample(model, tokenizer, [(problem, prompt)] * groups, N, 32):
-        R, matrices = rewards(model, tokenizer, prompt, group.completions, a_star)
+    for group in sample(model, tokenizer, [problem] * groups, N, 32):
+        R, matrices = rewards(model, tokenizer, group.prompt, group.completions, a_star)
         estimates["CER"].append(R.mean())
         estimates["P"].append(matrices.log_P.exp().sum() / N)  # no answer: P = 0
         estimates["exact"].append(group.answers.count(a_star) / N)

@@ -77,7 +77,7 @@ def test_the_columns_of_the_hub(tmp_path):
     assert problems[10].question.endswith("\nI: 8\nJ: 9")  # at most ten options
 
 
-def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
+def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, capsys):
     good = {"question": "q", "answer": "14"}
     bad = [{"question": "q", "answer": a} for a in (None, "", " ", [1], True, False)]
     bad += [{"question": "", "answer": "1"}, {"question": 3, "answer": "1"}, {"answer": "1"}]
@@ -90,8 +90,9 @@ def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, caplog):
     assert load_problems(write(tmp_path / "rows.jsonl", [*bad_letters, good])) == problems
     more = write(tmp_path / "rows.jsonl", [*bad_letters, good, good, good])
     assert load_problems(more, limit=2) == problems * 2  # the limit counts usable ones
-    assert "left out 17 of 18 rows (row 1: no reference answer; row 2: no" in caplog.text
-    assert "left out 2 of 3 rows (row 1: the answer is not the letter of an option" in caplog.text
+    said = capsys.readouterr().err
+    assert "left out 17 of 18 rows (row 1: no reference answer; row 2: no" in said
+    assert "left out 2 of 3 rows (row 1: the answer is not the letter of an option" in said
 
 
 @pytest.mark.parametrize(

@@ -185,11 +185,11 @@ def test_samples_follow_the_models_distribution(loaded):
 
 def test_a_group_says_what_was_sampled(toy_model_dir):
     model, tokenizer = policy.load(toy_model_dir, "cpu")
-    questions = [(p, encode_prompt(tokenizer, p)) for p in data.load_problems("toy-test", 4)]
-    groups = sample(model, tokenizer, questions, 6, 18)
+    problems = data.load_problems("toy-test", 4)
+    groups = sample(model, tokenizer, problems, 6, 18)
     vocab, stop, answered = vocabulary(tokenizer), tokenizer.eos_token_id, 0
-    for (problem, prompt), group in zip(questions, groups):
-        assert group.problem is problem and group.prompt == prompt
+    for problem, group in zip(problems, groups):
+        assert group.problem is problem and group.prompt == encode_prompt(tokenizer, problem)
         for i, ids in enumerate(group.completions):
             assert (ids[-1] == stop) != group.truncated[i] and stop not in ids[:-1]
             if group.answers[i] is not None:

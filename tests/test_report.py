@@ -16,27 +16,16 @@ HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "gra
 
 
 @pytest.mark.parametrize(
-    "numbers, cause, says",
+    "numbers, says",
     [
-        ({}, None, ""),
-        (
-            {"answered": 0.0, "truncated": 0.9},
-            "cut",
-            r"90% were cut off: raise --max-new-tokens \(48\)",
-        ),
-        ({"answered": 0.01}, "unboxed", r"99% .* without \\boxed\{\}.* supervised start"),
-        (
-            {"zero_advantage_groups": 1.0, "grad_norm": 0.0},
-            "alike",
-            "same reward, so this step had no gradient",
-        ),
+        ({}, "None"),
+        ({"answered": 0.0, "truncated": 0.9}, "most were cut off: raise --max-new-tokens"),
+        ({"answered": 0.01}, "ends without a box. It needs a supervised start"),
+        ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, "so this step had no gradient"),
     ],
 )
-def test_a_warning_names_the_cause(numbers, cause, says):
-    found = report.warning(HEALTHY | numbers, 48)
-    assert (found is None) == (cause is None)
-    if cause:
-        assert found[0] == cause and re.search(says, found[1])
+def test_a_warning_names_the_cause(numbers, says):
+    assert says in str(report.warning(HEALTHY | numbers))
 
 
 def test_an_empty_box_is_no_answer(tokenizer):
@@ -75,9 +64,7 @@ def test_a_run_that_learns_nothing_says_so(script, tmp_path, toy_model_dir):
     flags = f"--model {toy_model_dir} {FAST} --out run --max-new-tokens 3"
     code, out, err = script(train, flags)
     assert code == 0 and "The weights have not changed" in out
-    assert (
-        err.count("warning at step 1: 100% of the samples have no answer, and 100% were cut") == 1
-    )
+    assert err.count("warning at step 1: almost no sample has an answer, and most were cut") == 1
     assert "warning at step 2" not in err  # once is enough
 
 

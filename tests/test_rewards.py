@@ -12,7 +12,7 @@ import rewards
 import toy
 import verifiers
 from rewards import REWARDS
-from verifiers import is_correct, same_text, verdict
+from verifiers import same_text, verdict
 
 
 def reward(name, group, **models):
@@ -42,14 +42,14 @@ def test_rule_on_letters_and_on_the_toy(tokenizer):
     numbers = group_of(tokenizer, [r"\boxed{14 eggs}", r"\boxed{fourteen}"], "it is 14")
     assert reward("rule", numbers)[0].tolist() == [1, 0]
     for answer in numbers.answers:  # the ground truth knows words too
-        assert is_correct(data.Problem("q", "it is 14", "toy-truth"), answer)
+        assert verdict(data.Problem("q", "it is 14", "toy-truth"), answer) == "right"
 
 
 @pytest.mark.parametrize("verifier", verifiers.VERIFIERS)
 def test_a_verifier_accepts_the_reference_and_nothing_without_a_box(verifier):
     problem = data.Problem("q", "14", verifier)
-    assert is_correct(problem, "14") and not is_correct(problem, "15")
-    assert verdict(problem, None) is None and not is_correct(problem, None)
+    assert verdict(problem, "14") == "right" and verdict(problem, "15") == "wrong"
+    assert verdict(problem, None) is None
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ def test_three_skipped_updates_in_a_row_end_the_run(tmp_path, toy_model_dir):
     flags = f"--model {toy_model_dir} {FLAGS} --reward exact --steps 9 --out run"
     finish([start(train_with_broken_rewards, tmp_path, flags, [1, 2, 4, 6, 7, 8])], code=2)
     lines = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert [line["updates_skipped"] for line in lines[1:]] == [1, 1, 0, 1, 0, 1, 1, 1]
-    assert lines[1]["grad_norm"] is None and lines[3]["grad_norm"] is not None
+    skipped = [line["grad_norm"] is None for line in lines[1:]]
+    assert skipped == [True, True, False, True, False, True, True, True]
     last_line = (tmp_path / "log-0").read_text().splitlines()[-1]
     assert "the gradient was not finite in steps 6 to 8" in last_line
     assert checkpoints(tmp_path / "run")[-1][0] == 8  # nothing learned is lost,

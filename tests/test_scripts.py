@@ -85,7 +85,7 @@ def test_given_flags_come_before_the_toys_and_the_papers(monkeypatch, flags, exp
 
 def test_an_epoch_shows_every_problem_once():
     args = argparse.Namespace(questions=3, seed=0)
-    shown = [p for step in range(1, 5) for p in train.questions_of(step, list(range(6)), args)]
+    shown = [p for step in range(1, 5) for p in train.batch_of(step, list(range(6)), args)]
     assert sorted(shown[:6]) == sorted(shown[6:]) == list(range(6)) and shown[:6] != shown[6:]
 
 
