@@ -25,7 +25,6 @@ from tqdm import tqdm
 import plot
 import report
 import toy
-from cer import cer, choose_solutions
 from data import load_problems
 from engine import cli, policy, run
 from engine.files import append_rows
@@ -33,7 +32,7 @@ from rewards import conditional_expectation
 from rollout import sample
 from verifiers import verdict
 
-REWARDS = ["exact", "rule", "verifree", "cer, M = 1", "cer", "rule+cer"]
+REWARDS = ["exact", "rule", "verifree", "cer", "rule+cer"]
 
 
 def main():
@@ -54,7 +53,6 @@ def main():
     (directory / "samples.jsonl").unlink(missing_ok=True)
     append_rows(directory / "samples.jsonl", groups)
 
-    run.seed_everything(args.seed, "which M solutions")
     lines = summary([statistics(group) for group in groups])
     lines = lines.assign(model=args.name, seed=args.seed, commit=commit())
     if args.out.exists():
@@ -89,18 +87,14 @@ def samples_of(args, device, at_once=10):
 
 
 def rewards_of(group):
-    """-> {reward: R [N]}, all of the same samples; CER with M < N solutions from the same W."""
-    answers, a_star, columns = group["answers"], group["reference"], group["columns"]
-    log_W, log_P = torch.tensor(group["log_W"]), torch.tensor(group["log_P"])
-    row_of = [group["distinct_answers"].index(answers[i]) for i in columns]
-    one_each = choose_solutions(len(log_W), row_of, 1)
+    """-> {reward: R [N]}, all of the same samples."""
+    answers, a_star = group["answers"], group["reference"]
     R = {name: torch.zeros(len(answers)) for name in REWARDS}
     R["exact"] += torch.tensor([answer == a_star for answer in answers])
     R["rule"] += torch.tensor([toy.same_digits(answer or "", a_star) for answer in answers])
-    R["verifree"][columns] = log_P.exp()
-    R["cer, M = 1"][columns] = cer(log_W.masked_fill(~one_each, -torch.inf), log_P)[row_of]
-    R["cer"] = torch.tensor(group["R"])
-    R["rule+cer"] = (R["rule"] + R["cer"]) / 2
+    R["verifree"][group["columns"]] = torch.tensor(group["log_P"]).exp()
+    R["cer"] += torch.tensor(group["R"])
+    R["rule+cer"] += (R["rule"] + R["cer"]) / 2
     return R
 
 
