@@ -8,6 +8,8 @@ the CSV; started again, the script goes on where it stopped. At the end it write
 the CSV and draws the runs.
 """
 
+import json
+import math
 import os
 import random
 import subprocess
@@ -31,6 +33,8 @@ RUNS = ROOT / "runs" / "compare_rewards"
 TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy.LEARNING_RATE)
 REAL_RECIPE = "--questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --eval-limit 50"
 REAL_RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1"
+# A real model is evaluated on a part of the questions while it is trained, and on all at the end.
+AT_THE_END = "--dataset toy-test --runs 4 --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 40"
 
 
 def main():
@@ -67,15 +71,22 @@ def main():
         out = RUNS / f"{prefix}-{reward}-{seed}"
         command = f"--model {starts[seed]} --dataset toy --reward {reward} --seed {seed}"
         command += f" --steps {steps} --out {out} {recipe}"
-        train(command, out, steps, threads=1 if args.jobs > 1 or not args.model else None)
-        return result(reward, seed, out, steps)
+        threads = 1 if args.jobs > 1 or not args.model else None
+        if steps not in dict(checkpoints(out)):
+            command = f"--out {out} --resume" if checkpoints(out) else command
+            start(f"train.py {command}", out.with_suffix(".log"), threads)
+        line = result(reward, seed, out, steps)
+        if args.model:
+            line["pass@1 end"] = evaluate(out, steps, threads)
+        return line
 
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), unit="run") as bar:
         for line in pool.map(one, jobs):
             pandas.DataFrame([*read(path), line]).to_csv(path, index=False)
             bar.update()
             bar.set_postfix_str(f"{line['name']}, seed {line['seed']}: {line['pass@1 end']}")
-    text = table(pandas.DataFrame(read(path)))
+    lines = pandas.DataFrame(read(path))
+    text = f"{table(lines)}\n{by_seed(lines)}"
     path.with_suffix(".md").write_text(text)
     print(text)
     runs = sorted(out for out in RUNS.glob(f"{prefix}-*") if checkpoints(out))
@@ -109,19 +120,23 @@ def warm_start(directory, model, steps=60):
     tokenizer.save_pretrained(directory)
 
 
-def train(flags, out, steps, threads):
-    """One training run in a process of its own, or the rest of it."""
-    saved = [step for step, _ in checkpoints(out)]
-    if steps in saved:
-        return
+def start(command, log, threads):
+    """A script in a process of its own."""
     environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-    command = f"train.py {f'--out {out} --resume' if saved else flags}"
-    log = out.with_suffix(".log")
     with open(log, "a") as file:
         ended = subprocess.run(
             [sys.executable, *command.split()], cwd=ROOT, env=environment, stdout=file, stderr=file
         )
     cli.require(ended.returncode == 0, f"{command} failed: see {log}")
+
+
+def evaluate(out, steps, threads):
+    """pass@1 of a finished run on all held-out questions."""
+    results = out / "evaluation" / "results.json"
+    if not results.exists():
+        command = f"evaluate.py --model {out}/checkpoints/step-{steps} --out {results.parent}"
+        start(f"{command} {AT_THE_END}", out.with_suffix(".log"), threads)
+    return round(json.loads(results.read_text())["results"]["toy-test"]["pass_at_1"], 4)
 
 
 def result(reward, seed, out, steps):
@@ -162,6 +177,27 @@ def table(lines):
     head = ["reward", *names, "sample / reward / update seconds"]
     note = f"Seeds {sorted(set(lines.seed))}, commit {', '.join(sorted(set(lines.commit)))}: "
     return f"{markdown(head, rows)}\n\n{note}mean (lowest to highest).\n"
+
+
+# The 97.5% quantile of Student's t by the number of seeds.
+T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
+
+
+def by_seed(lines):
+    """pass@1 of every run at its end, and CER's minus that of each other reward: the mean over the
+    seeds that both have, with a 95% interval of a t-test on the differences."""
+    scores, rows = lines.pivot(index="seed", columns="name", values="pass@1 end"), []
+    for name in lines.name.unique():
+        cells = ["" if math.isnan(score) else f"{score:.3f}" for score in scores[name]]
+        ahead, interval = (scores.get("cer", math.nan) - scores[name]).dropna(), ""
+        if name != "cer" and len(ahead) in T:
+            half = T[len(ahead)] * ahead.sem()
+            interval = (
+                f"{ahead.mean():+.3f} ({ahead.mean() - half:+.3f} to {ahead.mean() + half:+.3f})"
+            )
+        rows.append([f"`{name}`", *cells, interval])
+    head = ["pass@1 at the end", *(f"seed {seed}" for seed in scores.index), "CER minus this"]
+    return f"{markdown(head, rows)}\n"
 
 
 # --------------------------------------------------------------------------- a verifier for the toy

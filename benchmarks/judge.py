@@ -5,8 +5,8 @@
 AUC: within a question, how often a right sample receives a larger reward than a wrong one; ties
 count half, .5 is chance. Wrong samples are wrong work (the working is wrong) or slips (a wrong
 answer after right work); a sample without an answer counts as wrong work. Also by the form of an
-answer: how often it is given, and pi(a*|s) after right work where a* has that form. All are means
-over questions, with 95% intervals by a bootstrap over questions.
+answer: how often it is given, right, or a slip, and pi(a*|s) after right work where a* has that
+form. All are means over questions, with 95% intervals by a bootstrap over questions.
 
 Every model and seed adds its lines to the CSV; table and figure show them all. The samples stay in
 runs/judge, where plot.py --question can draw them.
@@ -122,7 +122,11 @@ def statistics(group):
             values[f"posterior on right work, {kind}", "samples"] = mass
     forms = [form_of(answer) for answer in group["answers"]]
     for form in toy.FORMS:
-        values["share of answers", form] = forms.count(form) / len(forms)
+        given = torch.tensor([one == form for one in forms])
+        values["share of answers", form] = given.float().mean().item()
+        if given.any():
+            values["right", form] = right[given].float().mean().item()
+            values["slips", form] = slips[given].float().mean().item()
     after_right = [p for p, j in zip(group["log_P"], group["columns"]) if work[j]]
     if after_right:
         values["P after right work", form_of(group["reference"])] = numpy.exp(after_right).mean()
@@ -168,12 +172,13 @@ def summary(by_question, repeats=2000):
 
 
 def table(lines):
-    """For each model and seed: the samples, then the rewards. The figure shows the forms."""
+    """For each model and seed: the samples, the rewards, the forms."""
     text = ""
     for (model, seed), chosen in lines.groupby(["model", "seed"], sort=False):
         text += f"### {model}, seed {seed} (commit {chosen.commit.iloc[0]})\n\n"
         is_all = chosen.which == "samples"
-        for part in chosen[is_all], chosen[~is_all & ~chosen.which.isin(toy.FORMS)]:
+        is_form = chosen.which.isin(toy.FORMS)
+        for part in chosen[is_all], chosen[~is_all & ~is_form], chosen[is_form]:
             cells = part.apply(lambda x: f"{x['mean']:.3f} ({x.low:.3f} to {x.high:.3f})", axis=1)
             cells = part.assign(cell=cells).pivot(index="which", columns="statistic", values="cell")
             cells = cells.reindex(part.which.unique()).fillna("")
