@@ -191,10 +191,8 @@ def by_seed(lines):
         cells = ["" if math.isnan(score) else f"{score:.3f}" for score in scores[name]]
         ahead, interval = (scores.get("cer", math.nan) - scores[name]).dropna(), ""
         if name != "cer" and len(ahead) in T:
-            half = T[len(ahead)] * ahead.sem()
-            interval = (
-                f"{ahead.mean():+.3f} ({ahead.mean() - half:+.3f} to {ahead.mean() + half:+.3f})"
-            )
+            mean, half = ahead.mean(), T[len(ahead)] * ahead.sem()
+            interval = f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
         rows.append([f"`{name}`", *cells, interval])
     head = ["pass@1 at the end", *(f"seed {seed}" for seed in scores.index), "CER minus this"]
     return f"{markdown(head, rows)}\n"

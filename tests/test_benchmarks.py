@@ -30,6 +30,13 @@ def test_the_table_of_rewards(tmp_path):
     assert "Seeds [0, 1], commit abc" in table
 
 
+def test_differences_are_paired_by_seed():
+    """.3 and .2 for the two seeds that both have; Student's t for one degree of freedom."""
+    ends = [("cer", 0, 0.8), ("cer", 1, 0.9), ("cer", 2, 0.1), ("exact", 1, 0.7), ("exact", 0, 0.5)]
+    table = compare_rewards.by_seed(pandas.DataFrame(ends, columns=["name", "seed", "pass@1 end"]))
+    assert "| `exact` | 0.500 | 0.700 |  | +0.250 (-0.385 to +0.885) |" in table
+
+
 @pytest.mark.parametrize("real", [False, True])
 def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real):
     """A run of two steps; started again nothing is run again. A real model is warm-started."""
