@@ -66,13 +66,13 @@ def cer(log_W, log_P):
 
 
 def choose_solutions(U, answer_of_solution, M):
-    """Which M solutions each of U distinct answers is averaged over -> bool [U, solutions].
+    """The M solutions that each of U distinct answers is averaged over -> bool [U, solutions].
 
     For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
-    this open; this follows the authors' code. If all answers shared the same M solutions, M = 1
-    would give them all the same reward, and every advantage would be 0. With this choice M = 1
-    rewards an answer with P of a solution that produced it. For 1 < M < N the mean reward is
-    slightly biased: the columns are no longer i.i.d. samples of the prior.
+    the choice open; this one is that of the authors' code. If all answers shared the same M
+    solutions, M = 1 would give them all the same reward, and every advantage would be 0. With this
+    choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the mean
+    reward is slightly biased, because the columns are no longer i.i.d. samples of the prior.
     """
     produced = torch.arange(U)[:, None] == torch.tensor(answer_of_solution)  # [U, solutions]
     key = produced + torch.rand(produced.shape)  # in [1, 2) for those that produced it, else [0, 1)
@@ -87,20 +87,20 @@ class Matrices:
     """What the rewards of one question are computed from (drawn in the paper's Fig. 2)."""
 
     answers: list[str]  # the U distinct answers: the rows of W
-    columns: list[int]  # the samples that have an answer: their solutions are the columns of W
-    log_W: torch.Tensor  # [U, columns]; -inf: not among the M solutions of this answer
+    columns: list[int]  # the samples that have an answer; their solutions are the columns of W
+    log_W: torch.Tensor  # [U, columns]; -inf if the solution is not among this answer's M
     log_P: torch.Tensor  # [columns]
 
 
 def rewards(model, tokenizer, prompt, completions, reference, M=None):
     """CER of the N samples of one question -> (R [N], fp32, on the CPU; Matrices).
 
-    prompt: token ids. completions: N lists of token ids, as they were sampled, never tokenised
+    prompt: token ids. completions: N lists of token ids as they were sampled, never tokenised
     again. Each answer is averaged over M of the solutions, or over all by default.
 
-    R is a constant: no gradient flows through it. No closed box: reward 0, and no row or column.
-    An empty box states no answer, so its reward is 0 unless the reference is empty. Its column
-    stays, since its solution is a sample of the prior like any other.
+    No gradient flows through R. A sample without a closed box gets reward 0 and has no row or
+    column. An empty box states no answer, so its reward is 0 unless the reference is empty. Its
+    column stays, since its solution is a sample of the prior like any other.
 
     model: see answer_logprobs. The samples must be the model's own, at temperature 1 without top-k
     or top-p. Otherwise they are not samples of pi(s|q).
@@ -114,7 +114,7 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     log_pi = answer_logprobs(model, tokenizer, contexts, scored).cpu()
     log_W, log_P = log_pi[: len(answers)], log_pi[scored.index(reference)]
 
-    row_of = [answers.index(answer) for answer in given]  # of each column's sample
+    row_of = [answers.index(answer) for answer in given]  # of each column's own answer
     if M is not None and M < len(columns):
         log_W = log_W.masked_fill(~choose_solutions(len(answers), row_of, M), -torch.inf)
     R = torch.zeros(len(completions))
@@ -135,11 +135,11 @@ def answer_logprobs(model, tokenizer, contexts, answers):
 
     What is scored is a *finished* answer, "{14}" with its closing brace. Without the brace "1"
     would collect the probability of "14", "15" and "10/3"; the sum over answers could pass 1 and
-    Theorem 2 would not hold. The brace often shares its token with what follows or precedes (`}$`,
-    `4}.`). So sum over where the token that closes the box starts. For `{14`, in tokens `{`, `1`
-    and `4`, it is any token that starts with `}` after `{14`, with `4}` after `{1`, with `14}`
-    after `{`, or with `{14}` at once; whatever it has after the brace does not matter. With
-    t_1..t_k the tokens of "{14":
+    Theorem 2 would not hold. The brace often shares its token with the text before or after it
+    (`}$`, `4}.`). So the score sums over the positions at which the token that closes the box can
+    start. If `{14` has the tokens `{`, `1` and `4`, the closing token begins with `}` after `{14`,
+    with `4}` after `{1`, with `14}` after `{`, or with `{14}` right after the context. It may hold
+    any text after the brace. With t_1..t_k the tokens of "{14":
 
         log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
                  v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
@@ -147,12 +147,12 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     Other ways to spell "{14" itself in tokens are left out, which makes this a lower bound.
     docs/measurements.md compares it with a real model's samples.
 
-    Cost: for each batch of contexts one forward pass over them, which keeps their keys and values,
-    and one over all answers after each of them (see read_answers). A naive scorer runs
-    len(contexts) x len(answers) full passes instead.
+    Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
+    usually one more over all answers after each context (see read_answers). A naive scorer runs
+    len(contexts) x len(answers) full passes.
 
     model: a Hugging Face model in eval mode with sdpa attention over the whole context, whose
-    logits are lm_head of the last hidden state (engine.policy.check_model checks all of that).
+    logits are lm_head of the last hidden state (see engine.policy.check_model).
     Raises ValueError for other attention, an empty context, or an unsupported tokenizer.
     """
     if model.config._attn_implementation != "sdpa":
@@ -162,14 +162,14 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     vocab = vocabulary(tokenizer)
     spelled = [vocab.encode("{" + answer) for answer in answers]  # t_1..t_k of each
     closers = [closing_tokens(vocab, tokens) for tokens in spelled]
-    # Usually one pass reads all answers. Its mask grows with their tokens squared, so many or long
-    # ones are split.
+    # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
+    # long answers are split over several passes.
     passes = list(batches([len(tokens) for tokens in spelled], ANSWER_TOKENS_AT_ONCE))
     longest_pass = max((sum(len(spelled[u]) for u in in_pass) for in_pass in passes), default=0)
 
     scores = torch.empty(len(answers), len(contexts), device=model.device)
     for batch in batches([len(context) + longest_pass for context in contexts], TOKENS_AT_ONCE):
-        # Padded on the right: no token of a context sees the padding, so this needs no mask.
+        # No token attends to what is on its right, so padding on the right needs no mask.
         ids = pad([contexts[j] for j in batch]).to(model.device)  # [n, C]
         lengths = torch.tensor([len(contexts[j]) for j in batch], device=model.device)  # [n]
         out = model.base_model(input_ids=ids, use_cache=True)
@@ -188,12 +188,12 @@ ANSWER_TOKENS_AT_ONCE = 1024  # in one pass over answers, except when one answer
 
 
 def read_answers(model, spelled, lengths, C, cache):
-    r"""One pass over the answers (lists of token ids, T tokens together) after each of n contexts,
+    r"""One pass over the answers (lists of token ids, T tokens in all) after each of n contexts,
     whose keys and values are in the cache -> the last hidden states [n, k, H] of each answer.
 
-    The answers lie end to end in one row. A token sees its context, and its own answer up to
-    itself. For the answers 14 and 9 after the context "so \boxed" (x: the token on the left
-    attends to this one):
+    The answers lie end to end in one row. A token attends to its context, and to its own answer up
+    to itself. For the answers 14 and 9 after the context "so \boxed", x marks what the token on the
+    left attends to:
 
                  so \boxed    { 1 4    { 9
         {         x    x      x . .    . .
@@ -202,9 +202,9 @@ def read_answers(model, spelled, lengths, C, cache):
         {         x    x      . . .    x .
         9         x    x      . . .    x x
 
-    The position ids of every answer start at the length of its context, as if neither padding nor
-    other answers were there. lengths [n]: of the contexts, which are padded to C. The cache is left
-    as it was.
+    The position ids of every answer start at the length of its context, as if there were neither
+    padding nor other answers. lengths [n]: the lengths of the contexts, which are padded to C. The
+    cache is left unchanged.
     """
     n, sizes, device = len(lengths), [len(tokens) for tokens in spelled], lengths.device
     tokens = torch.tensor([t for tokens in spelled for t in tokens], device=device)  # [T]
@@ -223,7 +223,7 @@ def read_answers(model, spelled, lengths, C, cache):
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state  # [n, T, H]
-    cache.crop(-T)  # removes the last T: back to the contexts
+    cache.crop(-T)  # drops the answers' T positions again
     return hidden.split(sizes, dim=1)
 
 
@@ -293,7 +293,7 @@ def worked_example():
     print("\nTheorem 2: over the model's own answers both have the same mean,")
     print(f"    exact match {p_answer[0]:.6f}    CER {p_answer @ rho:.6f}")
 
-    # In the second group CER fails: the third sample slips, a wrong answer after a right solution.
+    # CER fails in the second group. Its third sample is a slip, a wrong answer after right work.
     groups = {"A group of four samples (s, a)": "AABC", "With a slip, (A, 18)": "AAAC"}
     for title, kinds in groups.items():
         pi = likelihood[["ABC".index(kind) for kind in kinds]]  # pi(a_i|s_j) at [j, i]

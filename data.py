@@ -1,6 +1,6 @@
-"""The data sets, by name or from a file: rows of questions and reference answers -> problems.
+"""Load questions and reference answers as problems, from a data set by name or from a file.
 
-One row format serves hub data sets and local files alike.
+Hub data sets and local files have the same row format.
 """
 
 import re
@@ -37,14 +37,14 @@ HUB = {  # name: (data set on the Hugging Face hub, split)
 
 
 def load_problems(name_or_path, limit=None):
-    """The problems of a data set by name (TOY, HUB) or of a local .jsonl, .json or .parquet file ->
-    list[Problem]; with a limit the first so many.
+    """Load a data set by name (TOY, HUB) or from a local .jsonl, .json or .parquet file ->
+    list[Problem], only the first `limit` if it is given.
 
     Columns: `question` or `problem`; `answer`, or `solution` with a box; `options` for multiple
-    choice, whose answer is a letter (`answer_letter` where there is one); `verifier`, a name in
-    VERIFIERS. A file without that column is verified as mathematics if its references look like
-    mathematics, and as plain text if not. Rows without a usable question and reference are left out
-    and counted. InputError if nothing is left.
+    choice, whose answer is a letter (in `answer_letter`, if the row has it); `verifier`, a name in
+    VERIFIERS. The rows of a file that name no verifier get "math" if their references look
+    mathematical, and "text" otherwise. Rows without a usable question and reference are left out
+    and counted. Raises InputError if none is left.
     """
     name = str(name_or_path)
     is_file = name not in TOY and name not in HUB
@@ -92,21 +92,21 @@ def hub_rows(name):
 
 
 def beyond_mathematics(row):
-    """The paper's cut of WebInstruct-verified: university level, any subject but mathematics (about
-    50K)."""
+    """Whether a row is in the paper's part of WebInstruct-verified (about 50K rows): university
+    level, any subject except mathematics."""
     return row["category"] != "Mathematics" and row["difficulty"] == "University"
 
 
 def to_problem(row):
-    """One row -> Problem (verifier None: the row does not say), or a few words on what it lacks.
-    References are never stripped or rewritten; numbers become text."""
+    """One row -> Problem (with verifier None if the row names none), or a string that says what the
+    row lacks. References are never stripped or rewritten, but numbers become text."""
     question, options = row.get("question") or row.get("problem"), row.get("options")
     reference = (row.get("answer_letter") if options else None) or row.get("answer")
     if reference in (None, "") and is_text(row.get("solution")):
         found = split_answer(row["solution"])
         reference = found and found[1]
     if isinstance(reference, float) and reference.is_integer():
-        reference = int(reference)  # a column of integers with a gap holds floats
+        reference = int(reference)  # integers are often stored as floats if a value is missing
     if type(reference) in (int, float) and reference == reference:  # neither a bool nor nan
         reference = str(reference)
     if not is_text(question):
@@ -126,13 +126,13 @@ def to_problem(row):
 
 
 def is_text(value):
-    """A string that is not blank and has no lone surrogates, which JSON can hold and UTF-8 not."""
+    """Whether value is non-blank text without lone surrogates (valid in JSON, but not in UTF-8)."""
     return isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value)
 
 
 def looks_mathematical(problems):
-    """Whether nine in ten references are numbers or formulas: no words, apart from LaTeX's own
-    commands and \\text."""
+    """Whether at least nine in ten references are numbers or formulas, with no words except in
+    LaTeX commands and \\text."""
 
     def has_words(reference):
         bare = re.sub(

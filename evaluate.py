@@ -1,9 +1,9 @@
-"""pass@1 of a model over k samples of each question: a function that train.py calls, and a script.
+"""Measure the pass@1 of a model over k samples per question. train.py calls evaluate() too.
 
     python evaluate.py --model runs/RUN/checkpoints/step-1171 --dataset math500,amc23,aime24
 
-The sampler is the one that trains, at the paper's evaluation settings: temperature 0.6, top-p 0.95,
-top-k 20.
+The sampler is the one used in training. By default its settings are the paper's for evaluation:
+temperature 0.6, top-p 0.95, top-k 20.
 """
 
 import json
@@ -19,17 +19,17 @@ from engine.policy import load
 from rollout import encode_prompt, sample
 from verifiers import verdict
 
-RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples of each question; of others 16
+RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
 def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
-    """Sample every problem `runs` times -> (summary, records: every sample, in order). Ranks share
-    the problems.
+    """Sample every problem `runs` times -> (summary, one record per sample, in order). The ranks
+    share the problems.
 
-    summary: pass_at_1 (mean over questions of the share of right samples), stderr (of that mean,
-    over questions: how much another draw of questions would move it), exact_match, answered and
-    truncated (shares of samples), tokens (mean length of a completion), questions, runs. settings:
-    max_new_tokens (at most what the model's positions leave), temperature, top_p, top_k.
+    summary: pass_at_1 (mean over questions of the share of right samples), stderr (standard error
+    of that mean over questions), exact_match, answered and truncated (shares of samples), tokens
+    (mean length of a completion), questions, runs. settings: max_new_tokens (reduced if the model
+    has too few positions), temperature, top_p, top_k.
     """
     run.seed_everything(seed, "evaluation")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -70,7 +70,7 @@ def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
 
 
 def table(results, temperature):
-    """results: data set -> summary. The paper's table: a line a data set, and the average."""
+    """{data set: summary} -> the paper's table as text, one line per data set and their average."""
     lines = pandas.DataFrame(results).T
     if len(results) > 1:
         lines.loc["average"] = lines[["pass_at_1"]].mean()
@@ -82,11 +82,11 @@ def table(results, temperature):
 
 
 def add_sampling(parser, prefix=""):
-    """Flags for the sampling settings, the paper's by default."""
+    """Add flags for the sampling settings, with the paper's values as defaults."""
     add = parser.add_argument
     add(f"--{prefix}temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
-    add(f"--{prefix}top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 is all")
-    add(f"--{prefix}top-k", type=cli.number(int, 0), default=20, help="0 is all")
+    add(f"--{prefix}top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
+    add(f"--{prefix}top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
 
 
 def sampling_settings(args, prefix=""):
@@ -100,18 +100,18 @@ def main():
     add("--model", required=True, help="Hugging Face model id or directory")
     names = f"comma-separated names ({', '.join([*TOY, *HUB])}) or files"
     add("--dataset", required=True, help=names)
-    add("--runs", type=count, help="samples of each question (default: 16, letters 1, the toy 4)")
-    add("--limit", type=count, help="evaluate on the first K questions of each data set only")
+    add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
+    add("--limit", type=count, help="evaluate only the first K questions of each data set")
     add("--max-new-tokens", type=count, default=8192, help="longer completions are cut off")
     add_sampling(parser)
-    add("--seed", type=int, default=0, help="of the samples")
+    add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
     args = parser.parse_args()
     device = run.init_ranks()
     out = run.output_directory(args.out, "eval")
     datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
     model, tokenizer = load(args.model, device)
-    if dist.get_rank() == 0:  # a file that cannot be written shows now, not after hours
+    if dist.get_rank() == 0:  # an unwritable file fails now, not after hours
         out.mkdir(parents=True, exist_ok=True)
         (out / "samples.jsonl").touch()
 
@@ -120,14 +120,14 @@ def main():
         settings = sampling_settings(args) | {"seed": args.seed}
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
         results[name], records = evaluate(model, tokenizer, problems, runs, **settings)
-        if dist.get_rank() == 0:  # after each data set: the next may take hours
+        if dist.get_rank() == 0:  # save now, since the next data set may take hours
             append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])
             cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
             report = {"args": vars(args), "results": results}
             write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
     if dist.get_rank() == 0:
         print(table(results, args.temperature))
-        print(f"every sample: {out / 'samples.jsonl'}")
+        print(f"all samples are in {out / 'samples.jsonl'}")
     dist.destroy_process_group()
 
 

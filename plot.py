@@ -1,10 +1,10 @@
-"""The paper's figures from a run's own files.
+"""Draw the paper's figures from the files of a run.
 
-    python plot.py RUN --question K        # its Fig. 2: how the rewards of one question came about
-    python plot.py RUN [RUN ...]           # learning curves; runs that differ in the seed are one
+    python plot.py RUN --question K        # Fig. 2: where the rewards of one question come from
+    python plot.py RUN [RUN ...]           # learning curves; seeds of the same run are averaged
 
-RUN is a directory that train.py wrote. --question counts the groups in samples.jsonl, from 0 (from
-the end with -1). Figures are written as SVG, or as whatever --out ends in.
+RUN is a directory that train.py wrote. --question is the index of a group in samples.jsonl; 0 is
+the first and -1 the last. Figures are SVG unless --out has another ending.
 """
 
 import math
@@ -23,7 +23,7 @@ from engine.cli import Parser, require, run_script
 from engine.files import read_flags, read_rows
 
 matplotlib.rcParams |= {
-    "text.parse_math": False,  # answers may hold a $
+    "text.parse_math": False,  # answers may contain a $
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -35,41 +35,42 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def draw_group(group, out):
-    """Fig. 2: R = (D^-1 W) P for one question. A row is a sample's answer, a column a sample's
-    solution; both are sorted by reward, so that answers from the same solutions form a block. P
-    lies along the columns: a row of D^-1 W times it, cell by cell, adds up to the row's R."""
-    require("log_W" in group, "this group has no matrices: its reward was not CER")
+    """Draw R = (D^-1 W) P for one question (Fig. 2). Rows are the samples' answers and columns
+    their solutions. Both are sorted by reward, so that answers from the same solutions form a
+    block. P is drawn above. Its dot product with a row of D^-1 W is that row's CER. R differs from
+    it for an empty box, and with rule+cer."""
+    require("log_W" in group, "this group has no matrices, because its reward was not CER")
     require(
         group["columns"],
-        "no sample of this group has an answer: there is nothing to draw; docs/explore.html shows "
-        "its samples",
+        "no sample of this group has an answer, so there is nothing to draw; docs/explore.html "
+        "shows its samples",
     )
     R, answers = group["R"], group["answers"]
 
-    def rank(i):  # the best first, equal answers side by side, those without an answer last
+    def rank(i):  # best first, equal answers side by side, samples without an answer last
         return answers[i] is None, -R[i], answers[i] or "", i
 
     rows = sorted(range(len(R)), key=rank)
     columns = sorted(group["columns"], key=rank)
     P = numpy.exp(pandas.Series(group["log_P"], group["columns"])[columns].to_numpy())[None]
     log_W = pandas.DataFrame(group["log_W"], group["distinct_answers"], group["columns"])
-    log_W = log_W.astype(float).fillna(-numpy.inf)  # null: not among the M solutions
-    W = numpy.exp(log_W.sub(log_W.max(axis=1), axis=0))  # each row times a constant, which cancels
+    log_W = log_W.astype(float).fillna(-numpy.inf)  # null: not among the M
+    W = numpy.exp(log_W.sub(log_W.max(axis=1), axis=0))  # the factor of each row cancels
     posterior = W.div(W.sum(axis=1), axis=0)
-    # A sample without an answer has no row in W: nan.
+    # A sample without an answer has no row in W, and gets nan.
     posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
 
-    cells = 0.3 * (len(rows) + 1)  # inches: the rows of both matrices
+    cells = 0.3 * (len(rows) + 1)  # height of the rows of both matrices, in inches
     height = cells + 2.2
     shape = {"width_ratios": [max(4, len(columns)), 1.3], "height_ratios": [1, len(rows)]}
     figure, axes = plt.subplots(2, 2, figsize=(9.5, height), gridspec_kw=shape)
-    between = 0.3 / (cells / 2)  # inches, as a share of the mean height of the two rows of axes
+    between = 0.3 / (cells / 2)  # 0.3 inches, as a share of the mean height of the axes
     figure.subplots_adjust(top=1 - 0.6 / height, bottom=1.3 / height, wspace=0.04, hspace=between)
     axes[0, 1].set_visible(False)
     draw_matrix(axes[0, 0], P, "Greens", digits=2)
     draw_matrix(axes[1, 0], posterior, "Blues", digits=2, top=1.0)
     draw_matrix(axes[1, 1], numpy.array(R)[rows, None], "Oranges", digits=3)
-    # A line wherever the answer changes: what lies between two lines is one and the same answer.
+    # Draw a line wherever the answer changes, so that the cells between two lines have one answer.
     for y in changes([answers[i] for i in rows]):
         axes[1, 0].axhline(y, color="white", linewidth=3)
         axes[1, 1].axhline(y, color="white", linewidth=3)
@@ -91,8 +92,8 @@ def draw_group(group, out):
 
 
 def draw_matrix(axis, values, colours, digits, top=None):
-    """Coloured cells with their numbers; the root of a value is its colour, so that a share of a
-    tenth can be told from none."""
+    """Draw coloured cells with their numbers. The colour follows the square root of the value, so
+    that .1 can be told from 0."""
     top = top or values.max() or 1.0
     axis.imshow(values, cmap=colours, norm=PowerNorm(0.5, vmin=0, vmax=1.3 * top), aspect="auto")
     for (y, x), value in numpy.ndenumerate(values):
@@ -106,7 +107,7 @@ def draw_matrix(axis, values, colours, digits, top=None):
 
 
 def changes(names):
-    """Where two neighbours differ, as positions between cells."""
+    """The positions between cells where two neighbours differ."""
     return [k - 0.5 for k in range(1, len(names)) if names[k] != names[k - 1]]
 
 
@@ -122,7 +123,7 @@ def shorten(text, most):
 
 # --------------------------------------------------------------------------------------- the curves
 
-PANELS = [  # (what metrics.jsonl calls it, drawn over, title)
+PANELS = [  # (name in metrics.jsonl, x axis, title)
     ("reward", "step", "mean reward"),
     ("pass_at_1", "step", "pass@1, held out"),
     ("pass_at_1", "minutes", "pass@1, by minutes"),
@@ -130,13 +131,13 @@ PANELS = [  # (what metrics.jsonl calls it, drawn over, title)
     ("zero_advantage_groups", "step", "zero-advantage groups"),
     ("answered", "step", "samples with an answer"),
     ("truncated", "step", "samples that were cut off"),
-    ("entropy", "step", "entropy, nats a token"),
+    ("entropy", "step", "entropy, nats per token"),
 ]
 
 
 def draw_curves(runs, names, out, window=10):
-    """A panel for each number that the runs have. Runs of one name differ in the seed: thin lines
-    and their mean. What is logged at every step is averaged over the last `window` steps."""
+    """Draw one panel per metric. Runs with the same name (they differ in the seed) are thin lines,
+    with their mean. All metrics except pass@1 are averaged over the last `window` steps."""
     groups = {}
     for run, name in zip(runs, names):
         groups.setdefault(name, []).append(read_metrics(run))
@@ -180,16 +181,15 @@ def read_log(path):
 
 
 def read_metrics(run):
-    """metrics.jsonl as a table by step, with the minutes of training until then."""
+    """metrics.jsonl as a table indexed by step, with the minutes of training up to each step."""
     lines = pandas.DataFrame(read_log(run / "metrics.jsonl")).set_index("step")
-    parts = lines.reindex(columns=["seconds"]).seconds  # none after the first evaluation
+    parts = lines.reindex(columns=["seconds"]).seconds  # missing if only step 0 is there
     seconds = parts.map(lambda parts: sum(parts.values()), na_action="ignore").fillna(0)
     return lines.assign(minutes=seconds.cumsum() / 60)
 
 
 def names_of(runs):
-    """A name for each run: its reward, and the other flags that the runs do not share, but for the
-    seed."""
+    """Name each run by its reward and by the other flags in which the runs differ, except seed."""
     flags = pandas.DataFrame([read_flags(run) for run in runs])
     differ = [k for k in flags if flags[k].map(repr).nunique() > 1 and k not in ("reward", "seed")]
     rows = flags.to_dict("records")
@@ -205,8 +205,8 @@ def save(figure, out):
 def main():
     parser = Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
-    parser.add_argument("--question", type=int, metavar="K", help="the K-th group of samples.jsonl")
-    parser.add_argument("--out", help="the picture, .svg, .png or .pdf (default: in the first RUN)")
+    parser.add_argument("--question", type=int, metavar="K", help="index of a group, from 0")
+    parser.add_argument("--out", help="output file, .svg, .png or .pdf (default: in the first RUN)")
     args = parser.parse_args()
     runs = [Path(run) for run in args.runs]
     default = "curves.svg" if args.question is None else f"question-{args.question}.svg"

@@ -1,5 +1,5 @@
-"""What a run says: a header, a line a step, warnings, a summary; and its files metrics.jsonl and
-samples.jsonl."""
+"""What a run prints: a header, one line per step, warnings and a summary. Also its files
+config.json, metrics.jsonl and samples.jsonl."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ GROUPS_A_STEP = 2  # kept in samples.jsonl
 
 
 def describe(group, R, A, record):
-    """One group in numbers, for metrics.jsonl. R, A [N]; record: of its reward."""
+    """The metrics of one group. R, A [N]; record: what its reward function recorded."""
     N, verdicts = len(R), record.get("verdicts", [])
     given = [answer for answer in group.answers if answer]  # an empty box is no answer
     return {
@@ -40,20 +40,20 @@ def describe(group, R, A, record):
 
 
 def means(described):
-    """The mean over the groups of a step. A number that is missing from a group counts as 0."""
+    """The mean over the groups of a step. A metric that is missing from a group counts as 0."""
     names = sorted({name for numbers in described for name in numbers})
     return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
 
 
 def timing(line, args, start, sampled, rewarded, end):
-    """The parts of a step, in seconds, and its speed."""
+    """The seconds that each part of a step took, and the sampled tokens per second of the step."""
     seconds = {"sample": sampled - start, "reward": rewarded - sampled, "update": end - rewarded}
     tokens = line["completion_tokens"] * args.samples * args.questions
     return {"seconds": seconds, "tokens_per_second": tokens / (end - start)}
 
 
 def sample_record(step, group, R, record):
-    """One group for samples.jsonl."""
+    """One group as a row of samples.jsonl."""
     return {
         "step": step,
         "question": group.problem.question,
@@ -77,7 +77,7 @@ SHORT_NAMES = {
 
 
 def one_line(numbers):
-    """The most important numbers first, in three significant digits."""
+    """The metrics in SHORT_NAMES as text, in three significant digits."""
     return "  ".join(
         f"{short} {brief(numbers[name])}" for name, short in SHORT_NAMES.items() if name in numbers
     )
@@ -91,7 +91,7 @@ def brief(x):
 
 
 def header(out, args, actor, problems, last_step, memory):
-    """The lines that a run begins with."""
+    """The lines that a run prints first."""
     parameters = sum(p.numel() for p in actor.parameters())
     verifiers = ", ".join(sorted({problem.verifier for problem in problems}))
     steps = f"{last_step:,} step{'s' if last_step > 1 else ''}"
@@ -108,38 +108,38 @@ def header(out, args, actor, problems, last_step, memory):
     yield f"files: {out}"
     if actor.device.type == "cpu" and parameters > 1e9:
         tokens = args.questions * args.samples * args.max_new_tokens
-        # 12 operations per parameter and token (sampling 2, scoring 2, update 8) at 50 GFLOP/s
+        # 12 operations per parameter and token (sample 2, score 2, update 8); 50 GFLOP/s per core
         hours = 12 * parameters * tokens / (os.cpu_count() * 5e10) / 3600
         yield (
-            f"On a CPU a step of {tokens:,} tokens takes about {hours:,.0f} hours: use a GPU, a "
-            "smaller model, or fewer questions, samples and tokens"
+            f"On this CPU a step of {tokens:,} tokens takes about {hours:,.0f} hours. Use a GPU, a "
+            "smaller model, or fewer questions, samples or tokens"
         )
 
 
 def warning(numbers):
-    """What is wrong with a step and what helps, or None."""
+    """A sentence on what is wrong with a step and what helps, or None."""
     if numbers["answered"] < 0.02 and numbers["truncated"] > 0.5:
         return "almost no sample has an answer, and most were cut off: raise --max-new-tokens"
     if numbers["answered"] < 0.02:
         return (
-            "almost no sample has an answer: the model ends without a box. It needs a supervised "
-            "start: docs/running.md, 'A supervised start'"
+            "almost no sample has an answer, because the model stops without a box. It needs a "
+            "supervised start (see docs/running.md, 'A supervised start')"
         )
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return (
             "in every group all samples received the same reward, so this step had no gradient. "
-            "If that goes on: docs/running.md, 'When nothing is learned'"
+            "If this continues, see docs/running.md, 'When nothing is learned'"
         )
 
 
 def summary(out, last_step):
-    """The lines that a finished run ends with."""
+    """The lines that a finished run prints last."""
     lines = read_rows(out / "metrics.jsonl")
     steps = [line for line in lines if "seconds" in line]
     for name in "reward", "pass_at_1", "eval_exact_match", "answered":
         if values := [line[name] for line in lines if line.get(name) is not None]:
             yield f"  {name:16}  {brief(values[0])} at first, {brief(values[-1])} at last"
-    if not any(line["grad_norm"] for line in steps):  # null: not finite, and so skipped
+    if not any(line["grad_norm"] for line in steps):  # null: not finite, update skipped
         yield "  The weights have not changed: no step had a usable gradient. See docs/running.md"
     minutes = {p: sum(line["seconds"][p] for line in steps) / 60 for p in steps[0]["seconds"]}
     yield "  minutes           " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items())
@@ -152,9 +152,9 @@ def summary(out, last_step):
 
 
 class RunLog:
-    """What rank 0 writes and shows: config.json, metrics.jsonl (a line a step), samples.jsonl (the
-    first groups of each step), and a bar on a terminal or a plain line a step in a file. On other
-    ranks it does nothing."""
+    """Rank 0 writes config.json, metrics.jsonl (one line per step) and samples.jsonl (the first
+    groups of each step). It shows a progress bar on a terminal, and prints one line per step
+    elsewhere. Other ranks do nothing."""
 
     def __init__(self, out, args, first_step, last_step):
         self.out, self.warned = out, set()
@@ -173,14 +173,14 @@ class RunLog:
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
-        for name in "metrics.jsonl", "samples.jsonl":  # a resumed run rewrites its later steps
+        for name in "metrics.jsonl", "samples.jsonl":  # a resumed run repeats later steps
             keep_steps_before(first_step if first_step > 1 else 0, out / name)
 
     def add(self, numbers):
-        """One step, or the evaluation before the first, into metrics.jsonl and onto the screen."""
+        """Write and show one step, or the evaluation before the first (as step 0)."""
         if not self.active:
             return
-        # JSON has no nan and no infinity: null.
+        # JSON has no nan and no infinity, so these become null.
         odd = [n for n, x in numbers.items() if isinstance(x, float) and not math.isfinite(x)]
         append_rows(self.out / "metrics.jsonl", [numbers | dict.fromkeys(odd)])
         step = numbers["step"]

@@ -1,9 +1,9 @@
 """The paper's six rewards by name.
 
-A reward takes the groups of a step and returns R [B, N], in [0, 1], and for each group a record for
-samples.jsonl: CER's matrices, or a verifier's verdicts. By keyword it takes what it needs: the
-actor, its tokenizer, M, or the verifier's model. A sample without an answer (no closed box) gets
-reward 0 from every reward.
+A reward function takes the groups of a step and returns R [B, N], in [0, 1], and for each group a
+record for samples.jsonl, with CER's matrices or a verifier's verdicts. It declares the keyword
+arguments that it needs (actor, tokenizer, M, verifier) and ignores the others. A sample without an
+answer (no closed box) gets reward 0 from every reward function.
 """
 
 import torch
@@ -23,7 +23,7 @@ def conditional_expectation(groups, *, actor, tokenizer, M, **_):
             actor, tokenizer, group.prompt, group.completions, a_star, M
         )
         R.append(R_group)
-        # JSON has no infinity: null for a solution that is not among the M.
+        # JSON has no infinity, so a solution that is not among the M gets null.
         log_W = [[x if x > -torch.inf else None for x in row] for row in matrices.log_W.tolist()]
         records.append(
             {
@@ -54,8 +54,8 @@ def rule_and_cer(groups, **models):
 
 
 def verifree(groups, *, actor, tokenizer, **_):
-    """VeriFree: R_i = pi(a*|s_i, q), whatever the answer was (that there is one shows where the
-    solution ends). The update then teaches a* in the answer's place: rloo.verifree_rows."""
+    """VeriFree: R_i = pi(a*|s_i, q), whatever answer was sampled. (An answer is needed only to know
+    where the solution ends.) The update then teaches a* in its place (rloo.verifree_rows)."""
     R = torch.zeros(len(groups), len(groups[0].answers))
     for R_group, group in zip(R, short_progress("reward", groups, unit="question")):
         answered = [i for i, answer in enumerate(group.answers) if answer is not None]
@@ -66,8 +66,8 @@ def verifree(groups, *, actor, tokenizer, **_):
 
 
 def general_verifier(groups, *, verifier, **_):
-    """1 where another language model finds the answer equal to the reference. It is asked once for
-    each distinct (question, reference, answer) of the step, in one batch."""
+    """1 where another language model judges the answer equal to the reference. It is asked once for
+    each distinct (question, reference, answer) of the step, all together."""
     asked = [
         [None if a is None else (g.problem.question, g.problem.reference, a) for a in g.answers]
         for g in groups
@@ -78,12 +78,12 @@ def general_verifier(groups, *, verifier, **_):
 
 
 def as_rewards(right):
-    """Whether each sample is right, B lists of N -> R [B, N] and empty records."""
+    """B lists that say for each of N samples whether it is right -> R [B, N], empty records."""
     return torch.tensor(right, dtype=torch.float32), [{} for _ in right]
 
 
 def from_verdicts(verdicts):
-    """Verdicts on the samples, B lists of N, None without an answer -> R [B, N], records."""
+    """B lists of N verdicts (None for a sample without an answer) -> R [B, N], records."""
     R, _ = as_rewards([[said == "right" for said in of_group] for of_group in verdicts])
     return R, [{"verdicts": of_group} for of_group in verdicts]
 
@@ -100,8 +100,8 @@ REWARDS = {
 
 # --------------------------------------------------------------------------------- General-verifier
 
-VERIFIER_TOKENS = 1024  # of its reply, at most
-# The prompt that TIGER-Lab/general-verifier was trained on, verbatim; it is not a chat.
+VERIFIER_TOKENS = 1024  # longest reply
+# The prompt that TIGER-Lab/general-verifier was trained on, verbatim. It uses no chat template.
 VERIFIER_PROMPT = """\
 User: ### Question: {question}
 
@@ -118,8 +118,8 @@ incorrect, output "Final Decision: No". Assistant:"""
 
 
 def ask(verifier, triples):
-    """(question, reference, answer) triples -> a verdict on each: "right", "wrong" or
-    "undecided". verifier: (model, tokenizer). Greedy."""
+    """(question, reference, answer) triples -> the verdict on each, "right", "wrong" or
+    "undecided", by greedy decoding. verifier: (model, tokenizer)."""
     model, tokenizer = verifier
     texts = [VERIFIER_PROMPT.format(question=q, reference=r, answer=a) for q, r, a in triples]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
@@ -128,7 +128,7 @@ def ask(verifier, triples):
 
 
 def decision(output):
-    """What the verifier says, in its own words only: its prompt holds both decisions."""
+    """The verdict in the verifier's reply (without the prompt, which contains both decisions)."""
     if "Final Decision: Yes" in output:
         return "right"
     return "wrong" if "Final Decision: No" in output else "undecided"

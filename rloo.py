@@ -36,15 +36,15 @@ def leave_one_out(R):
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """What the loss sees of one sample: -sum(weights * log pi(ids)), one weight for each token."""
+    """One sample as the loss sees it, -sum(weights * log pi(ids)), with one weight per token."""
 
     ids: list[int]
     weights: list[float]
 
 
 def rloo_rows(group, R, A, tokenizer):
-    """The training rows of one question: every sampled token of sample i has weight A_i, those
-    after the box included; the prompt's tokens have weight 0. R, A [N] -> N rows."""
+    """The training rows of one question. Every sampled token of sample i has weight A_i, also those
+    after the box. The prompt's tokens have weight 0. R, A [N] -> N rows."""
     return [
         TrainingRow(group.prompt + ids, [0.0] * len(group.prompt) + [A_i] * len(ids))
         for ids, A_i in zip(group.completions, A.tolist())
@@ -52,14 +52,14 @@ def rloo_rows(group, R, A, tokenizer):
 
 
 def verifree_rows(group, R, A, tokenizer):
-    """VeriFree's training rows: the solution is followed by the reference's tokens, "{a*}", in
-    place of the sampled answer. The solution's tokens have weight A_i, the reference's R_i =
-    pi(a*|s_i):
+    """VeriFree's training rows. The solution is followed by the reference's tokens, "{a*}", in
+    place of the sampled answer. The solution's tokens have weight A_i, and the reference's
+    R_i = pi(a*|s_i):
 
         grad E[ pi(a*|s) ] = E[ pi(a*|s) grad log pi(s) + pi(a*|s) grad log pi(a*|s) ]
 
     R_i is a sum over all tokens that can close the box. The row closes it with the text of the
-    token that closed the sample's own box: such tokens come as often as the model uses them.
+    token that closed the sample's own box, so each one is taught as often as the model uses it.
     """
     vocab, rows = vocabulary(tokenizer), []
     for i, (R_i, A_i) in enumerate(zip(R.tolist(), A.tolist())):
@@ -86,7 +86,7 @@ def policy_gradient_loss(logprobs, weights):
 
 def update(policy, optimizer, rows, lr, microbatch_tokens, progress=iter):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
-    If the gradient is not finite, nothing is changed. progress: wraps the list of micro-batches."""
+    If the gradient is not finite, no weight changes. progress wraps the list of micro-batches."""
     world, samples = dist.get_world_size(), len(rows)
     # A row whose weights are all 0 has no gradient. If every row is like that, keep one, so that
     # the optimizer still takes its momentum step.
@@ -96,9 +96,9 @@ def update(policy, optimizer, rows, lr, microbatch_tokens, progress=iter):
     for number, (ids, weights) in enumerate(progress(todo), start=1):
         ids, weights = ids.to(policy.device), weights.to(policy.device)  # [b, L] each
         policy.set_requires_gradient_sync(policy.sync_every_batch or number == len(todo))
-        logprobs = policy(ids, weights != 0)  # of the tokens that have a weight
+        logprobs = policy(ids, weights != 0)  # of the tokens with a weight
         part = policy_gradient_loss(logprobs, weights[weights != 0]) / samples
-        (part * world).backward()  # FSDP averages gradients over the ranks, and this is a sum
+        (part * world).backward()  # FSDP averages gradients over the ranks; * world sums them
         loss = loss + part.detach()
     dist.all_reduce(loss)
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
@@ -113,9 +113,9 @@ def update(policy, optimizer, rows, lr, microbatch_tokens, progress=iter):
 def microbatches(rows, token_budget):
     """This rank's share of the rows, in padded batches of ids [b, L] and weights [b, L].
 
-    All rows (the same list on every rank) are sorted by length and dealt round-robin, and batches
-    are cut by the length of the longest row dealt to any rank. So all ranks run equally many
-    batches of nearly equal size, as FSDP's collective calls need, and hardly anything is padding.
+    All rows (the same list on every rank) are sorted by length and dealt to the ranks in turn.
+    The budget is counted with the longest row of each turn. So all ranks run the same number of
+    batches, as FSDP's collective calls need. Their sizes are nearly equal, with little padding.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     blank = TrainingRow(rows[0].ids[:1], [0.0])

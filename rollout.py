@@ -1,5 +1,5 @@
-"""One question: its prompt, its N samples, and each sample cut into solution and answer. This file
-knows nothing of rewards.
+"""One question: its prompt, its N samples, and each sample cut into solution and answer. Nothing
+here depends on the reward.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Group:
     completions: list[list[int]]  # N, as sampled, the stop token included
     texts: list[str]  # N, the same as text
     solution_lengths: list[int]  # N; s_i is completions[i][:solution_lengths[i]], all if no answer
-    answers: list[str | None]  # N; a_i, or None: no closed box
-    truncated: list[bool]  # N; cut off by the length limit
-    entropies: list[float]  # N; of the next token, in nats, mean over the completion
+    answers: list[str | None]  # N; a_i, or None without a closed box
+    truncated: list[bool]  # N; whether the length limit cut it off
+    entropies: list[float]  # N; entropy of the next token, mean over the completion, in nats
 
     def context(self, i):
         """q and s_i as token ids, up to just before the brace of the box."""
@@ -32,7 +32,7 @@ class Group:
 
 # --------------------------------------------------------------------------------------- the prompt
 
-# The words of the paper's authors (they are in their code, not in the paper).
+# The wording of the paper's authors, from their code (the paper does not give it).
 SYSTEM = "You are a helpful assistant."
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 LETTER_ONLY = " Please only provide the letter of the answer in the box."
@@ -56,7 +56,7 @@ def encode_prompt(tokenizer, problem):
             messages, add_generation_prompt=True, return_dict=False
         )
     except jinja2.TemplateError as error:
-        raise InputError(f"the chat template refuses: {first_line(error)}") from error
+        raise InputError(f"the chat template fails ({first_line(error)})") from error
 
 
 # -------------------------------------------------------------------------------------- the samples
@@ -75,8 +75,8 @@ def sample(model, tokenizer, problems, N, max_new_tokens, **settings):
 
 
 def to_group(tokenizer, stops, problem, prompt, completions, entropies):
-    """Cut each completion at its last closed box, whether or not the text was cut off later: base
-    models often go on after it."""
+    """Cut each completion at its last closed box, even if the text was truncated later. Base models
+    often go on writing after the box."""
     vocab = vocabulary(tokenizer)
     boxes = [vocab.locate_answer(ids) for ids in completions]
     return Group(

@@ -1,15 +1,15 @@
-r"""The embedded default: a free-form task small enough to watch CER work in minutes of CPU.
+r"""The default task. It is free-form, and small enough to watch CER work in minutes on a CPU.
 
-Questions ask for a number ("Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"), a
-completion is one line of working and a box, and the number may be boxed in any of 8 forms: "14",
+Questions ask for a number ("Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"). A
+completion is one line of working and a box. The number may be boxed in any of 8 forms: "14",
 "fourteen", "14 eggs", "it is 14", ... The *reference is one of the 8 at random*, so exact match
-rewards a right number one time in eight. That is the situation the paper is about, in small.
+rewards a right number one time in eight. This is the paper's situation on a small scale.
 
 The model is a real Qwen3 of 125K parameters with a byte-level BPE tokenizer trained on the task's
-own text. A short supervised warm start (`warm_start`) on demonstrations that mostly pick the wrong
-method leaves it able to compute, mixing up the methods, and using all 8 forms: what is left for
-reinforcement learning is to prefer the right method. Task, tokenizer and model then pass through
-the very code that trains Qwen3-4B.
+own text. A short supervised start (`warm_start`) teaches it to compute and to use all 8 forms. Most
+of its demonstrations use the wrong method, so the model mixes up the methods, and reinforcement
+learning has to teach it the right one. Task, tokenizer and model run through the same code as
+Qwen3-4B.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engine.supervised import supervise
 
-# What train.py uses on this task instead of the paper's settings for 4B models, and for the toy's
-# own model also a learning rate.
+# What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
+# for the toy's own model only.
 FLAGS = {
     "steps": 200,
     "questions": 16,
@@ -67,7 +67,7 @@ NUMBERS = {str(n): n for n in range(100)} | {in_words(n): n for n in range(100)}
 
 @dataclass(frozen=True)
 class Story:
-    method: int  # which of the three kinds of question, and so which way to work it out
+    method: int  # which of the three kinds of question, and so the right way to solve it
     name: str
     unit: str
     n: int
@@ -97,7 +97,7 @@ class Story:
 
 
 def stories(seed=1234):
-    """All 6,480 stories, shuffled: the first 200 are held out."""
+    """All 6,480 stories in random order -> the 200 held-out ones, the others."""
     grid = itertools.product(range(3), NAMES, UNITS, range(2, 5), range(2, 7), range(1, 5))
     all_stories = [Story(*values) for values in grid]
     random.Random(seed).shuffle(all_stories)
@@ -105,9 +105,9 @@ def stories(seed=1234):
 
 
 def rows(name):
-    """The rows of "toy-test", the 200 held-out problems, or "toy", 2,000 to train on. A reference's
-    form is drawn once and for all. In training a rule may see digits only; the evaluation knows the
-    number."""
+    """The rows of "toy-test" (200 held-out problems) or "toy" (2,000 to train on). The form of each
+    reference is drawn once. The verifier in training compares digits only, as a simple rule would.
+    The verifier in evaluation reads all 8 forms."""
     test, train = stories()
     if name == "toy-test":
         chosen, verifier, rng = test, "toy-truth", random.Random("4321 test")
@@ -125,7 +125,7 @@ def demonstration(rng, train):
     story = rng.choice(train)
     wrong = [m for m in range(3) if m != story.method]
     first, x, second, value = story.work(story.method if rng.random() < 0.37 else rng.choice(wrong))
-    # The working may carry the unit, which makes a form that carries it likelier, and may stop
+    # The working may include the unit, which makes a form with the unit likelier, and it may stop
     # before the result.
     unit = f" {story.unit}" if rng.random() < 0.5 else ""
     working = f"{first}={x}{unit}; {second}" + (f"={value}{unit}" if rng.random() < 0.5 else "")
@@ -141,21 +141,21 @@ def value_of(answer):
 
 
 def same_number(answer, reference):
-    """The task's ground truth, which decides pass@1: the same number in any of the forms."""
+    """Whether both state the same number, in any of the forms. This decides pass@1 on toy-test."""
     return value_of(answer) is not None and value_of(answer) == value_of(reference)
 
 
 def same_digits(answer, reference):
-    """A rule such as one writes by hand: the same digits. It cannot read numbers in words."""
+    """Whether both have the same digits, like a hand-written rule, which cannot read words."""
     ours, theirs = re.findall(r"\d+", answer), re.findall(r"\d+", reference)
     return answer == reference or (len(ours) == 1 and ours == theirs)
 
 
 # ------------------------------------------------------------------------------ tokenizer and model
 
-# A chat template like any other: messages in, text out. The toy's prompt is the question alone.
+# This chat template keeps only the first line of the last message, which is the question.
 CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\n')[0] + '\n' }}"
-# What tokens may not span: digits come one by one, and the brace stays apart from `boxed`.
+# No token spans two of these pieces. Digits are single tokens, and `boxed` and `{` stay separate.
 PIECES = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"
 
 
@@ -202,7 +202,7 @@ def build_model(tokenizer):
 
 
 def warm_start(directory, seed, steps=900):
-    """The toy's model and tokenizer, saved as a Hugging Face directory."""
+    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory."""
     torch.manual_seed(seed)
     rng, (_, train) = random.Random(seed), stories()
     tokenizer = build_tokenizer()

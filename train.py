@@ -4,8 +4,8 @@
     python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k    # the paper, on one GPU
     torchrun --nproc-per-node 4 train.py --model Qwen/Qwen3-4B-Base --dataset webinstruct
 
-Each step: sample N solutions and answers to B questions, reward them, subtract the leave-one-out
-baseline, take one optimizer step, copy the weights to the actor.
+Each step samples N solutions and answers to B questions, computes their rewards, subtracts the
+leave-one-out baseline, takes one optimizer step, and copies the weights to the actor.
 """
 
 import functools
@@ -36,9 +36,9 @@ def make_parser():
     """The flags, with the paper's values as defaults."""
     parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
     count, names = cli.number(int, 1), ", ".join([*TOY, *HUB])
-    add = parser.add_argument_group("what is trained, on what, by which reward").add_argument
+    add = parser.add_argument_group("model, data and reward").add_argument
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
-    add("--dataset", help=f"{names}, or a file (default: toy, with --model math7.5k)")
+    add("--dataset", help=f"{names}, or a file (default: toy, or math7.5k with --model)")
     add("--reward", default="cer", choices=REWARDS, help="reward function")
     add("--verifier-model", default="TIGER-Lab/general-verifier", help="for general-verifier")
     add = parser.add_argument_group("the batch").add_argument
@@ -49,17 +49,17 @@ def make_parser():
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     add = parser.add_argument_group("optimization").add_argument
     add("--lr", type=cli.number(float, 1e-12), default=1e-6, help="learning rate of Adam")
-    add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr; linear")
+    add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
     add("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
     add("--steps", type=count, help="optimizer steps, instead of --epochs")
     add("--microbatch-tokens", type=count, help="(default: as many as fit, at most 16384)")
     add("--cpu-offload", action="store_true", help="policy and Adam in CPU memory; auto if needed")
-    add("--seed", type=int, default=0, help="of the data order and of the samples")
+    add("--seed", type=int, default=0, help="random seed of data order and samples")
     group = parser.add_argument_group("evaluation (also before the first step and at the end)")
     add = group.add_argument
     add("--eval-dataset", help="a name or a file, as for --dataset (default: no evaluation)")
-    add("--eval-every", type=count, default=50, help="steps between two evaluations")
-    add("--eval-limit", type=count, help="evaluate on the first K questions only")
+    add("--eval-every", type=count, default=50, help="steps between evaluations")
+    add("--eval-limit", type=count, help="evaluate only the first K questions")
     add("--eval-runs", type=count, default=1, help="evaluation samples per question")
     add_sampling(group, "eval-")
     add = parser.add_argument_group("files").add_argument
@@ -70,18 +70,18 @@ def make_parser():
     return parser
 
 
-# Flags that a resumed run may not change, because it would be another run.
+# Flags that a resumed run must not change, because they define the run.
 IDENTITY = "model dataset reward verifier_model questions samples m max_prompt_tokens".split()
 IDENTITY += "max_new_tokens seed lr lr_end".split()
 
 
 def parse_args():
-    """The value of a flag is the one given on the command line; else that of the run to resume, or
-    the toy's; else the paper's."""
+    """Take each flag from the command line, else from the run to resume or from the toy's settings,
+    else from the paper's defaults."""
     parser = make_parser()
     given, saved, defaults = parser.parse_args(), {}, {}
     if given.resume:
-        require(given.out, "--resume needs --out, the run to go on with")
+        require(given.out, "--resume needs --out, the run to resume")
         saved = defaults = read_flags(given.out)
     elif given.dataset == "toy" or not (given.dataset or given.model):
         defaults = {"dataset": "toy", **toy.FLAGS, **({} if given.model else toy.LEARNING_RATE)}
@@ -93,10 +93,10 @@ def parse_args():
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples
     if args.resume:
-        fixed = IDENTITY + (["steps", "epochs"] if args.lr_end != 1 else [])  # they set the rate
+        fixed = IDENTITY + (["steps", "epochs"] if args.lr_end != 1 else [])  # they set the decay
         pairs = [(name, saved.get(name), getattr(args, name)) for name in fixed]
         changed = [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
-        require(not changed, f"--resume goes on with the run as it was, but {', '.join(changed)}")
+        require(not changed, f"--resume cannot change these flags: {', '.join(changed)}")
     require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
     has_model = args.model or args.dataset == "toy"
     require(has_model, f"--dataset {args.dataset} needs --model, an id or a directory")
@@ -112,9 +112,9 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     name = f"{Path(args.dataset).name}-{args.reward}"
     out = Path(args.out) if args.resume else run.output_directory(args.out, name)
-    require(args.questions >= world, f"--questions {args.questions}: fewer than {world} ranks")
+    require(args.questions >= world, f"--questions must be at least {world}, one per rank")
 
-    # Data and models: the actor samples and judges, the policy is trained.
+    # Data and models. The actor samples and scores, and the policy is trained.
     problems = load_problems(args.dataset)
     eval_problems = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
     model = args.model or toy_model(out, args)
@@ -127,7 +127,7 @@ def main():
         actor, longest_prompt + args.max_new_tokens, args.microbatch_tokens, args.cpu_offload
     )
     policy = Policy(load_model(model, "cpu", torch.float32), offload)
-    # fused: the others allocate a temporary of the size of one moment, 4 bytes a parameter
+    # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, weight_decay=0.0, fused=torch.cuda.is_available()
     )
@@ -156,7 +156,7 @@ def main():
             groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
             sampled = time.perf_counter()
 
-            # 2. Reward: R [B, N], constants: no gradient flows through them.
+            # 2. Reward: R [B, N]. No gradient flows through it.
             R, records = reward(groups)
             rewarded = time.perf_counter()
 
@@ -196,21 +196,21 @@ def main():
     if skipped == 3:
         raise InputError(
             f"the gradient was not finite in steps {step - 2} to {step}, whose updates were "
-            "skipped. To go on from these weights with other flags: "
+            "skipped. To continue from these weights, start a new run with "
             f"--model {out}/checkpoints/step-{step} --lr LOWER"
         )
     dist.destroy_process_group()
     if step < last_step:
         resume = f"python train.py --resume --out {out}"
-        cli.say(f"stopped after step {step} of {last_step}; go on with: {resume}")
+        cli.say(f"stopped after step {step} of {last_step}; resume with: {resume}")
         return 128 + stopped_by
     if rank == 0:
         print(f"{args.reward} on {args.dataset}", *report.summary(out, step), sep="\n")
 
 
 HOW_TO_EXTEND = (
-    "a larger --steps would extend it, or, if its learning rate has decayed (--lr-end), a new run "
-    "with its last checkpoint as --model"
+    "a larger --steps would extend it. If its learning rate has decayed (--lr-end), start a new "
+    "run with its last checkpoint as --model"
 )
 UPDATE_BAR = functools.partial(cli.short_progress, "update")
 
@@ -229,8 +229,8 @@ def evaluation(actor, tokenizer, problems, args):
 
 
 def toy_model(out, args):
-    """The toy's own model in the run's directory, made when the run begins -> its path."""
-    torch.set_num_threads(1)  # so small that threads only wait for each other
+    """Make the toy's own model in the run's directory, unless the run is resumed -> its path."""
+    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     directory = out / "warm-start"
     if dist.get_rank() == 0 and not args.resume:
         toy.warm_start(directory, args.seed)
@@ -239,18 +239,18 @@ def toy_model(out, args):
 
 
 def without_long_prompts(problems, tokenizer, args):
-    """-> (the problems whose prompts are within the limit, tokens of the longest of these)."""
+    """Leave out prompts over --max-prompt-tokens -> (problems, tokens of their longest prompt)."""
     limit, sizes = args.max_prompt_tokens, [len(encode_prompt(tokenizer, p)) for p in problems]
     kept = [problem for problem, size in zip(problems, sizes) if size <= limit]
-    require(kept, f"--max-prompt-tokens {limit}: all of {args.dataset} is longer")
+    require(kept, f"--max-prompt-tokens {limit}: every prompt of {args.dataset} is longer")
     if left_out := len(problems) - len(kept):
         cli.say(f"left out {left_out} of {len(problems)} prompts over {limit} tokens")
     return kept, max(size for size in sizes if size <= limit)
 
 
 def batch_of(step, problems, args):
-    """The B problems of a step (the first is step 1): epoch after epoch, each in its own random
-    order. A function of the step alone, so that a run can be resumed anywhere."""
+    """The B problems of a step (the first is step 1). Each epoch has its own random order. The
+    result depends only on the step and --seed, so that a run can be resumed at any step."""
     size = len(problems)
     positions = range((step - 1) * args.questions, step * args.questions)
     return [problems[epoch_order(size, args.seed, i // size)[i % size]] for i in positions]

@@ -1,7 +1,7 @@
-"""The verifiers: which answers count as right, for the reward `rule` and for pass@1.
+"""The verifiers. They decide which answers are right, for the reward `rule` and for pass@1.
 
-Each row of a data set names its verifier. A verifier of your own is a function
-(answer, reference) -> bool, and a line in VERIFIERS.
+Each row of a data set names its verifier. To add your own, write a function
+(answer, reference) -> bool and list it in VERIFIERS.
 """
 
 import logging
@@ -14,7 +14,7 @@ from math_verify import verify as math_verify_equal
 
 import toy
 
-# math-verify as the paper's authors set it up; the seconds are its own default.
+# math-verify with the settings of the paper's authors. The time limit is math-verify's default.
 MATH_VERIFY_SECONDS = 5
 BOXED_LATEX = [
     LatexExtractionConfig(
@@ -29,8 +29,8 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # time-outs are cou
 
 
 def math_verify(answer, reference):
-    """Equal as mathematics. It is given the last box alone: in a longer text math-verify would join
-    neighbouring boxes. -> "right", "wrong", "unparsed" or "timeout"."""
+    """Whether both are equal as mathematics -> "right", "wrong", "unparsed" or "timeout". Only the
+    last box is given to math-verify, since it would join neighbouring boxes of a longer text."""
     start = time.perf_counter()
     gold, prediction = (
         parse(rf"\boxed{{{text}}}", BOXED_LATEX, extraction_mode="first_match")
@@ -38,20 +38,20 @@ def math_verify(answer, reference):
     )
     if math_verify_equal(gold, prediction, timeout_seconds=MATH_VERIFY_SECONDS):
         return "right"
-    if time.perf_counter() - start >= MATH_VERIFY_SECONDS:  # of all three calls: an upper bound
+    if time.perf_counter() - start >= MATH_VERIFY_SECONDS:  # of three calls, so it may overcount
         return "timeout"
-    # What could not be read as mathematics is left as text, and text equals only the same text.
+    # What cannot be parsed as mathematics stays text, and text equals only the same text.
     both_read = all(any(not isinstance(e, str) for e in found) for found in (gold, prediction))
     return "wrong" if both_read else "unparsed"
 
 
 def same_letter(answer, reference):
-    """The letter of a multiple choice, verbatim."""
+    """Whether the letter of a multiple-choice answer is the reference verbatim."""
     return answer == reference
 
 
 def same_text(answer, reference):
-    """Equal as text, apart from case, spaces, and punctuation at the ends. "Paris." is "paris"."""
+    """Whether both are equal up to case, extra whitespace, and punctuation at the ends."""
     return plain_text(answer) == plain_text(reference)
 
 
@@ -60,7 +60,7 @@ def plain_text(text):
     return re.sub(r"^[\s.,;:!?\"'`]+|[\s.,;:!?\"'`]+$", "", words)
 
 
-# By the name that a data set's rows give (data.Problem.verifier).
+# The keys are the names that the rows of a data set use (data.Problem.verifier).
 VERIFIERS = {
     "math": math_verify,
     "letter": same_letter,
@@ -71,8 +71,8 @@ VERIFIERS = {
 
 
 def verdict(problem, answer):
-    """What the problem's verifier says of an answer -> "right" (which pass@1 counts) or "wrong",
-    from math-verify also "unparsed" or "timeout"; None without an answer."""
+    """The verdict of the problem's verifier on an answer -> "right" (which pass@1 counts), "wrong",
+    with math-verify also "unparsed" or "timeout". None if there is no answer."""
     if answer is None:
         return None
     said = VERIFIERS[problem.verifier](answer, problem.reference)

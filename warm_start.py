@@ -1,4 +1,4 @@
-"""A supervised start, for a model that does not box its answers.
+"""Give a model that does not box its answers a supervised start.
 
     python warm_start.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data demos.jsonl --out warm
     python train.py --model warm --dataset mine.jsonl
@@ -27,9 +27,9 @@ def main():
     add("--data", required=True, help="file of demonstrations: question and boxed solution")
     add("--out", required=True, help="new directory for the trained model")
     add("--epochs", type=count, default=4, help="passes over the demonstrations")
-    add("--batch", type=count, default=8, help="demonstrations in an optimizer step")
-    add("--lr", type=cli.number(float, 1e-12), default=5e-5, help="highest learning rate of Adam")
-    add("--seed", type=int, default=0, help="of the order")
+    add("--batch", type=count, default=8, help="demonstrations per optimizer step")
+    add("--lr", type=cli.number(float, 1e-12), default=5e-5, help="peak learning rate of Adam")
+    add("--seed", type=int, default=0, help="random seed of the order")
     args = parser.parse_args()
     device = run.init_ranks()
     out = run.output_directory(args.out, "warm-start")
@@ -51,11 +51,11 @@ def main():
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
     model = model.float().train()  # Adam would hardly move bf16 weights
     stop = tokenizer.eos_token_id
-    require(stop is not None, f"{args.model}: its tokenizer names no token that ends a text")
+    require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
     loss = supervise(model, demonstrate, steps, args.batch, args.lr, stop)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
-    print(f"loss {loss:.3f} at last; go on with: python train.py --model {out} --dataset FILE")
+    print(f"final loss {loss:.3f}; train with: python train.py --model {out} --dataset FILE")
 
 
 def read_demonstrations(path):

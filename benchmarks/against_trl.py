@@ -1,19 +1,19 @@
-"""A training step with exact match: TRL's RLOOTrainer and GRPOTrainer against train.py's own.
+"""Time a training step with exact match, of TRL's RLOOTrainer and GRPOTrainer and of train.py.
 
     pip install -r requirements-dev.txt
     python benchmarks/against_trl.py
     python benchmarks/against_trl.py --model DIR --questions 4 --samples 4 --cases exact-match
 
-The model, the questions, the sizes and the learning rate are the same; fp32, one thread. A step of
-TRL's and a step of ours alternate in one process. Times are CPU seconds, so other programs on the
-machine hardly count. The first step of each warms up and is left out. The cases:
+Both have the same model, questions, sizes and learning rate, fp32 and one thread. Steps of TRL and
+of ours alternate in one process. Times are CPU seconds, so other programs on the machine hardly
+affect them. The first step of each is a warm-up and is left out. The cases:
 
-    exact-match      the rewards as they are; ours leaves rows with advantage 0 out of the update
-    every-row        a little noise on each reward, so that every row has an advantage
-    long-tail        as every-row, but nothing is sampled: both get the same completions, whose
+    exact-match      plain rewards; our update skips the rows with advantage 0
+    every-row        a little noise is added to each reward, so that every row has an advantage
+    long-tail        as every-row, but nothing is sampled. Both get the same completions, whose
                      lengths are log-normal with mean L = --max-new-tokens, cut at 4 L
 
-TRL is set up for speed: no KL term, no gradient checkpointing, no logs, one micro-batch.
+TRL is set up for speed, with no KL term, gradient checkpointing or logs, and one micro-batch.
 """
 
 import itertools
@@ -60,12 +60,12 @@ class Alternate(TrainerCallback):
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
-    add("--model", help="Hugging Face directory; without it the toy's model is made")
+    add("--model", help="Hugging Face directory (default: the toy's, made here)")
     add("--cases", nargs="+", choices=CASES, default=CASES)
     add("--questions", type=count, default=toy.FLAGS["questions"])
     add("--samples", type=cli.number(int, 2), default=toy.FLAGS["samples"])
     add("--max-new-tokens", type=count, default=toy.FLAGS["max_new_tokens"])
-    add("--steps", type=cli.number(int, 2), default=20, help="the first is not counted")
+    add("--steps", type=cli.number(int, 2), default=20, help="including the warm-up")
     add("--out", type=Path, default=ROOT / "benchmarks/results/against_trl.md", help="appended to")
     args = parser.parse_args()
     run.init_ranks()
@@ -79,7 +79,7 @@ def main():
         for case, trainer in itertools.product(args.cases, ("RLOO", "GRPO")):
             (theirs, ours), cells = zip(*map(summary, alternate(case, trainer, args, directory)))
             rows.append([name, case, f"{trainer}Trainer", *cells, f"{theirs / ours:.2f}"])
-    head = ["model", "case", "trainer", "TRL, CPU seconds a step", "ours", "TRL / ours"]
+    head = ["model", "case", "trainer", "TRL, CPU seconds per step", "ours", "TRL / ours"]
     text = f"{markdown(head, rows)}\n\n{source}\n"
     print(text)
     with args.out.open("a") as file:
@@ -87,13 +87,13 @@ def main():
 
 
 def summary(times):
-    times = times[1:]  # the first warms up
+    times = times[1:]  # the first is a warm-up
     median = statistics.median(times)
     return median, f"{median:.3g} ({min(times):.3g} to {max(times):.3g})"
 
 
 def alternate(case, trainer, args, directory):
-    """-> CPU seconds of TRL's steps and of ours."""
+    """Take TRL's steps and ours in turn -> CPU seconds of TRL's, CPU seconds of ours."""
     B, N, L = args.questions, args.samples, args.max_new_tokens
     problems, rng, noise = load_problems("toy"), random.Random(0), 1e-3 * (case != "exact-match")
     given = None

@@ -1,11 +1,11 @@
-"""Is pi(a|s,q) the probability that the model gives answer a? Three ways to score it, against what
-the model samples after one context.
+"""Is pi(a|s,q) the probability that the model gives answer a? Compare three ways of scoring it with
+the model's samples after one context.
 
     python benchmarks/closing_brace.py --model DIR
 
-For a list of answers, the sum of their probabilities should be the share of samples that give one
-of them. "no brace" scores the answer's tokens after `\\boxed{`; "plain" the tokens of "{answer}" as
-the tokenizer spells it; "cover" is answer_logprobs.
+The probabilities of a list of answers should sum to the share of samples that give one of them.
+"no brace" scores the answer's tokens after `\\boxed{`. "plain" scores the tokens of "{answer}" as
+the tokenizer spells it. "cover" is answer_logprobs.
 """
 
 import json
@@ -32,7 +32,7 @@ LISTS = {
 
 @torch.no_grad()
 def sum_logprobs(model, context, continuations):
-    """log pi of the given token ids after a context -> [len(continuations)]."""
+    """log pi of each list of token ids after the context -> [len(continuations)]."""
     ids = pad([context + ids for ids in continuations]).to(model.device)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     logp = policy.token_logprobs(hidden.flatten(0, 1), model.lm_head, ids[:, 1:].flatten())

@@ -1,11 +1,11 @@
-"""Every reward on the toy, from the same warm starts; or the toy's questions to a real model.
+"""Train with every reward on the toy's questions, from the same warm starts.
 
     python benchmarks/compare_rewards.py --jobs 2
     python benchmarks/compare_rewards.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
-One run after the other (--jobs at once) into runs/compare_rewards/. A finished run adds a line to
-the CSV; started again, the script goes on where it stopped. At the end it writes the table beside
-the CSV and draws the runs.
+The runs go to runs/compare_rewards/, --jobs at a time. A finished run adds a line to the CSV. If
+the script is started again, it resumes where it stopped. At the end it writes a table beside the
+CSV and draws the learning curves.
 """
 
 import json
@@ -44,10 +44,10 @@ def main():
     add(
         "--rewards", nargs="+", choices=rewards.REWARDS, default=list(rewards.REWARDS), help="names"
     )
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run for each")
-    add("--steps", type=count, help="(default: 200, with a real model 30)")
-    add("--jobs", type=count, default=1, help="runs at a time; several take one CPU core each")
-    add("--out", type=Path, help="the CSV (default: one for each model, in benchmarks/results)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run per reward and seed")
+    add("--steps", type=count, help="of each run (default: 200, or 30 with a real model)")
+    add("--jobs", type=count, default=1, help="runs at a time; if several, one CPU core each")
+    add("--out", type=Path, help="the CSV (default: benchmarks/results/toy.csv or real_model.csv)")
     args = parser.parse_args()
     steps, stem = args.steps or (30 if args.model else 200), "real_model" if args.model else "toy"
     path = args.out or ROOT / "benchmarks" / "results" / f"{stem}.csv"
@@ -58,7 +58,7 @@ def main():
     jobs = [(r, s) for s in args.seeds for r in args.rewards if (r, s, steps) not in done]
     prefix = Path(args.model).name if args.model else stem
     recipe, starts = REAL_RECIPE if args.model else TOY_RECIPE, {}
-    for seed in {seed for _, seed in jobs}:  # a warm start for all rewards; of a real model one
+    for seed in {seed for _, seed in jobs}:  # shared by all rewards; a real model has only one
         if args.model:
             starts[seed] = make(RUNS / f"{prefix}-warm-start", warm_start, args.model)
         else:
@@ -95,7 +95,7 @@ def main():
 
 
 def make(directory, maker, *args):
-    """A directory made once, and whole -> the directory."""
+    """Make a directory unless it exists. It gets its name when it is complete -> the directory."""
     if not directory.exists():
         partial = directory.with_name(directory.name + "-partial")
         maker(partial, *args)
@@ -104,8 +104,8 @@ def make(directory, maker, *args):
 
 
 def warm_start(directory, model, steps=60):
-    """A real model after some supervised steps on the toy's demonstrations: it boxes answers in all
-    eight forms. Its prompt is then the toy's, the question alone."""
+    """Train a real model for some steps on the toy's demonstrations, so that it boxes answers in
+    all eight forms. Its prompt becomes the toy's, the question alone."""
     torch.manual_seed(0)
     model, tokenizer = policy.load(model, "cpu")
     tokenizer.chat_template = toy.CHAT_TEMPLATE
@@ -121,7 +121,7 @@ def warm_start(directory, model, steps=60):
 
 
 def start(command, log, threads):
-    """A script in a process of its own."""
+    """Run a script in a process of its own."""
     environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     with open(log, "a") as file:
         ended = subprocess.run(
@@ -140,7 +140,7 @@ def evaluate(out, steps, threads):
 
 
 def result(reward, seed, out, steps):
-    """A run's line of the CSV."""
+    """A run's line in the CSV."""
     flags = read_flags(out)
     lines = pandas.DataFrame(read_rows(out / "metrics.jsonl")).set_index("step")
     scores, taken = lines.pass_at_1.dropna(), lines[lines.reward.notna()]
@@ -166,7 +166,7 @@ def read(path):
 
 
 def table(lines):
-    """Mean over the seeds, and their spread (lowest to highest)."""
+    """The mean over the seeds, with the lowest and the highest, as a Markdown table."""
     names = ["pass@1 start", "pass@1 middle", "pass@1 end", "mean reward at the end"]
     names += ["entropy at the end", "zero-advantage groups"]
     seeds = lines.groupby("name", sort=False)
@@ -202,8 +202,8 @@ def by_seed(lines):
 
 
 def train_verifier(directory, steps=900):
-    """A General-verifier in small, for the toy's answers: the toy's model, taught to answer the
-    verifier's prompt. The fixed parts of the prompt become one token each."""
+    """Train a small general-verifier for the toy's answers. It is the toy's model, and learns to
+    answer the verifier's prompt. Each fixed part of the prompt becomes one token."""
     torch.manual_seed(0)
     rng, (held_out, train) = random.Random(0), toy.stories()
     tokenizer = toy.build_tokenizer()
@@ -212,7 +212,7 @@ def train_verifier(directory, steps=900):
     model = toy.build_model(tokenizer)
 
     def pair(stories):
-        """-> (question, reference, answer), and the numbers that the two say."""
+        """-> (question, reference, answer), and the numbers that reference and answer state."""
         story = rng.choice(stories)
         number = story.work(story.method)[3]
         said = number if rng.random() < 0.5 else story.work(rng.randrange(3))[3]

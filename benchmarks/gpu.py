@@ -1,9 +1,9 @@
-"""Speed and memory on random weights of a real shape, as JSON lines: scoring against full passes, a
-decode step, sampling in pieces against one call, and one update.
+"""Measure speed and memory on random weights of a real shape. Prints JSON lines on scoring (against
+full passes), a decode step, sampling in pieces (against one call), and one update.
 
     python benchmarks/gpu.py | tee FILE        # on a GPU: Qwen3-4B's shape, some minutes
     python benchmarks/gpu.py --shape small     # on two CPU cores: 8M parameters, some minutes
-    python benchmarks/gpu.py --shape tiny      # to see that it runs
+    python benchmarks/gpu.py --shape tiny      # to check that it runs
 """
 
 import json
@@ -23,20 +23,20 @@ from engine.sampling import generate
 from engine.tokens import pad, vocabulary
 from rloo import TrainingRow, update
 
-LENGTHS = {"tiny": 12, "small": 256}  # what the others call 1,000 tokens is this long
+LENGTHS = {"tiny": 12, "small": 256}  # for the other shapes it is 1,000 tokens
 
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shape", choices=SHAPES, help="(default: qwen3-4b on a GPU, else small)")
-    parser.add_argument("--repeats", type=cli.number(int, 1), default=3, help="the median counts")
+    parser.add_argument("--repeats", type=cli.number(int, 1), default=3, help="report the median")
     args = parser.parse_args()
     device = run.init_ranks()
     on_gpu = device.type == "cuda"
     shape = args.shape or ("qwen3-4b" if on_gpu else "small")
     length, dtype = LENGTHS.get(shape, 1000), torch.bfloat16 if on_gpu else torch.float32
     torch.manual_seed(0)
-    tokenizer = toy.build_tokenizer()  # what the tokens say does not matter here
+    tokenizer = toy.build_tokenizer()  # any will do, since the weights are random
     config = Qwen3Config(eos_token_id=1, **SHAPES[shape])
     model = random_model(config, dtype, device).eval()
     policy.reset_generation_config(model, tokenizer)
@@ -49,7 +49,7 @@ def main():
 
 
 def scoring(model, tokenizer, length, repeats, N=16):
-    """answer_logprobs against N (U + 1) full passes, without padding on either side."""
+    """Time answer_logprobs against N (U + 1) full passes. Neither needs padding here."""
     rng, vocab = random.Random(0), vocabulary(tokenizer)
     spelled, boxed = [i for i, b in enumerate(vocab.bytes) if b.isalnum()], vocab.encode(" \\boxed")
     for context in length // 2, length, 2 * length:
@@ -76,7 +76,7 @@ def scoring(model, tokenizer, length, repeats, N=16):
 
 @torch.no_grad()
 def full_passes(model, tokenizer, contexts, answers):
-    """The same probabilities by one forward pass for each answer over all contexts (of one length),
+    """The same probabilities from one forward pass per answer over all contexts (of equal length),
     with logits at the answer's positions only."""
     vocab, scores = vocabulary(tokenizer), []
     for answer in answers:
@@ -89,7 +89,7 @@ def full_passes(model, tokenizer, contexts, answers):
 
 
 def decoding(model, tokenizer, length, repeats, steps=16):
-    """A decode step: what 17 tokens cost beyond the first, a sixteenth of it."""
+    """Time a decode step: the time of 17 tokens minus that of 1, divided by 16."""
     never = {"suppress_tokens": model.generation_config.eos_token_id}
     for rows in 32, 128, 256:
         prompts = [[9] * length for _ in range(rows)]
@@ -104,7 +104,7 @@ def decoding(model, tokenizer, length, repeats, steps=16):
 
 
 def sampling(model, tokenizer, length, repeats, rows=64):
-    """64 rows of log-normal lengths, cut at four times the mean: in pieces, and in one call."""
+    """Time 64 rows of log-normal lengths, cut at four times the mean, in pieces and in one call."""
     rng, longest, sigma = random.Random(0), 4 * length, 0.7
     mu = math.log(length) - sigma**2 / 2  # so that the mean is the length
     lengths = [min(longest, max(1, round(rng.lognormvariate(mu, sigma)))) for _ in range(rows)]
@@ -117,8 +117,8 @@ def sampling(model, tokenizer, length, repeats, rows=64):
 
 
 def updating(model, tokenizer, length, repeats, rows=16):
-    """One optimizer step of the sharded fp32 policy; floating-point operations as a share of what a
-    large matrix product reaches (what the backward pass computes again does not count)."""
+    """Time one optimizer step of the sharded fp32 policy, also as a share of the rate of a large
+    matrix product. What the backward pass recomputes is not counted."""
     tokens, config = round(1.15 * length), model.config
     trained = policy.Policy(random_model(config, torch.float32, model.device))
     batch = [TrainingRow([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows

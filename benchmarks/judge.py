@@ -1,15 +1,16 @@
-"""How well each reward tells right samples from wrong ones, on the toy's held-out questions.
+"""How well does each reward tell right samples from wrong ones, on the toy's held-out questions?
 
     python benchmarks/judge.py --model DIR --name "SmolLM2, warm start" --seed 0
 
-AUC: within a question, how often a right sample receives a larger reward than a wrong one; ties
-count half, .5 is chance. Wrong samples are wrong work (the working is wrong) or slips (a wrong
-answer after right work); a sample without an answer counts as wrong work. Also by the form of an
-answer: how often it is given, right, or a slip, and pi(a*|s) after right work where a* has that
-form. All are means over questions, with 95% intervals by a bootstrap over questions.
+AUC is how often, within a question, a right sample receives a larger reward than a wrong one. Ties
+count half, and .5 is chance. Wrong samples are wrong work (the working is wrong) or slips (a wrong
+answer after right work). A sample without an answer counts as wrong work. For each form of answer,
+the script also measures how often it is given, how often it is then right or a slip, and pi(a*|s)
+after right work where a* has that form. All numbers are means over questions, with 95% intervals
+by a bootstrap over questions.
 
-Every model and seed adds its lines to the CSV; table and figure show them all. The samples stay in
-runs/judge, where plot.py --question can draw them.
+Every model and seed adds its lines to the CSV. The table and the figure show them all. The samples
+are kept in runs/judge, where plot.py --question can draw them.
 """
 
 import itertools
@@ -39,11 +40,11 @@ def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face id or directory")
-    add("--name", required=True, help="of the model, in table and figure")
-    add("--questions", type=count, default=150, help="the first so many")
+    add("--name", required=True, help="of the model, in the table and figure")
+    add("--questions", type=count, default=150, help="number of questions, from the first")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples of each question")
-    add("--max-new-tokens", type=count, default=40, help="samples are cut off here")
-    add("--seed", type=int, default=0, help="of the samples")
+    add("--max-new-tokens", type=count, default=40, help="longer samples are cut off")
+    add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", type=Path, default=ROOT / "benchmarks/results/judge.csv", help="the CSV")
     args = parser.parse_args()
     groups = samples_of(args, run.init_ranks())
@@ -67,7 +68,7 @@ def main():
 
 
 def samples_of(args, device, at_once=10):
-    """The samples of all questions, with CER's matrices from all solutions."""
+    """Sample all questions -> rows as in samples.jsonl, with CER's matrices over all solutions."""
     groups, problems = [], load_problems("toy-test", args.questions)
     model, tokenizer = policy.load(args.model, device)
     run.seed_everything(args.seed)
@@ -87,7 +88,7 @@ def samples_of(args, device, at_once=10):
 
 
 def rewards_of(group):
-    """-> {reward: R [N]}, all of the same samples."""
+    """The rewards of one group's samples -> {name: R [N]}."""
     answers, a_star = group["answers"], group["reference"]
     R = {name: torch.zeros(len(answers)) for name in REWARDS}
     R["exact"] += torch.tensor([answer == a_star for answer in answers])
@@ -99,8 +100,8 @@ def rewards_of(group):
 
 
 def statistics(group):
-    """Of one question -> {(statistic, which reward or form): value}. By Theorem 2 the mean rewards
-    of exact match, VeriFree and CER estimate one number."""
+    """The statistics of one question -> {(statistic, which reward or form): value}. By Theorem 2
+    the mean rewards of exact match, VeriFree and CER estimate the same number."""
     rewards, right = rewards_of(group), torch.tensor(group["correct"])
     work = right_work(group)
     slips = ~right & work & torch.tensor([answer is not None for answer in group["answers"]])
@@ -115,7 +116,7 @@ def statistics(group):
     if not right.all():
         values["slips among the wrong", "samples"] = slips[~right].float().mean().item()
     for kind, some in ("right answers", right), ("slips", slips):
-        if some.any():  # their rows of D^-1 W, on the solutions with right work
+        if some.any():  # how much of their rows of D^-1 W is on right work
             rows = [group["distinct_answers"].index(group["answers"][i]) for i in some.nonzero()]
             posterior = torch.tensor(group["log_W"])[rows].softmax(1)
             mass = (posterior @ work[group["columns"]].float()).mean().item()
@@ -137,7 +138,7 @@ WORK = {story.question(): story.work(story.method) for story in itertools.chain(
 
 
 def right_work(group):
-    """Which samples' working is right, by its steps -> bool [N]."""
+    """Whether the two steps of each sample's working are right -> bool [N]."""
     first, x, second, value = WORK[group["question"]]
     first, second = re.escape(f"{first}={x}"), re.escape(second)
     working = re.compile(rf"{first}\b.*\b{second}(?:={value}\b|(?![=\d]))")
@@ -157,7 +158,7 @@ def form_of(answer):
 
 
 def summary(by_question, repeats=2000):
-    """One line for each statistic: its mean over the questions that have it."""
+    """One line per statistic, with its mean over the questions that have it and the interval."""
     table, lines = pandas.DataFrame(by_question), []
     for statistic, which in table:
         values = table[statistic, which].dropna()
@@ -172,7 +173,7 @@ def summary(by_question, repeats=2000):
 
 
 def table(lines):
-    """For each model and seed: the samples, the rewards, the forms."""
+    """For each model and seed, a table of the samples, the rewards and the forms."""
     text = ""
     for (model, seed), chosen in lines.groupby(["model", "seed"], sort=False):
         text += f"### {model}, seed {seed} (commit {chosen.commit.iloc[0]})\n\n"
@@ -188,8 +189,8 @@ def table(lines):
 
 
 def draw(lines, out):
-    """A column for each model, means of its seeds: above the AUC of each reward, with the mean of
-    the intervals; below the forms."""
+    """Draw one column per model, averaged over its seeds. The AUC of each reward is at the top,
+    with the mean of the intervals. The forms are at the bottom."""
     models = list(dict.fromkeys(lines.model))
     size = (3.6 * len(models), 6.5)
     figure, axes = plot.plt.subplots(2, len(models), figsize=size, squeeze=False, sharey="row")

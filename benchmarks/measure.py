@@ -1,5 +1,5 @@
-"""What the benchmarks share: models of real shapes with random weights, time, memory, and the line
-that says where a result comes from."""
+"""Shared by the benchmarks: models of real shapes with random weights, time, memory, and the origin
+of a result."""
 
 import contextlib
 import platform
@@ -39,8 +39,8 @@ PROMPT_TOKENS = 16
 
 @contextlib.contextmanager
 def prompts_that_end(lengths):
-    """-> prompts whose completions end after the given lengths: prompt k begins with the token
-    2 + k, and a probe in the sampler's place forces the stop, token 1."""
+    """-> prompts whose completions have the given lengths. Prompt k begins with token 2 + k, which
+    tells a probe inside the sampler when to force the stop, token 1."""
 
     class Ends(sampling.EntropyProbe):
         def __call__(self, ids, logits):
@@ -59,7 +59,7 @@ def prompts_that_end(lengths):
 
 
 def measure(function, repeats=1):
-    """-> (result, median seconds, peak of the GPU's memory in GiB beyond what was held before)."""
+    """-> (result, median seconds, peak GPU memory in GiB beyond what was held before, or None)."""
     seconds, cuda = [], torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -75,7 +75,7 @@ def measure(function, repeats=1):
 
 
 def markdown(head, rows):
-    """A table of text cells."""
+    """A Markdown table of text cells."""
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
@@ -85,7 +85,7 @@ def commit():
 
 
 def where():
-    """Command, commit, hardware and versions: every result carries them."""
+    """The command, commit, hardware and versions that every result is stored with."""
     cuda = torch.cuda.is_available()
     cpu = f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
     script = Path(sys.argv[0])

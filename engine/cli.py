@@ -1,4 +1,4 @@
-"""The command line: how the scripts take flags, show progress, and say what is wrong. No torch."""
+"""The command line: flags, progress and error messages of the scripts. Does not import torch."""
 
 import argparse
 import difflib
@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 
 class InputError(Exception):
-    """The user gave something wrong. The message is one line: what, where, and what would be
-    right. run_script prints it and exits with code 2."""
+    """The user's input is wrong. The message is one line that says what is wrong, where, and what
+    would be right. run_script prints it and exits with code 2."""
 
 
 def require(condition, message):
@@ -31,9 +31,9 @@ def first_line(error):
 
 def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
-    be written, a full disk and a full GPU become one line on stderr and exit code 2."""
+    be opened, a full disk and a GPU out of memory become one line on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # not a line for every retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -47,7 +47,7 @@ def run_script(main):
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
             raise
-        message = f"{error} (train.py has --microbatch-tokens and --cpu-offload)"
+        message = f"{error} (train.py: try --microbatch-tokens or --cpu-offload)"
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # If all ranks meet the same error, rank 0 prints it, and torchrun ends the others while
         # they sleep. A rank that is still alive after 8 s failed alone and prints the error itself.
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind, low, high=float("inf")):
-    """A type for flags: an int or a float from low to high."""
+    """The argparse type of an int or a float from low to high."""
 
     def parse(text):
         value = kind(text)
@@ -97,15 +97,15 @@ def number(kind, low, high=float("inf")):
 
 
 def say(text):
-    """A line on stderr, above the bar if there is one. Only the first rank speaks."""
+    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
         tqdm.write(text, file=sys.stderr)
 
 
 def progress(iterable=None, **options):
-    """tqdm's bar, on the first rank and on a terminal only."""
+    """tqdm's progress bar, only on the first rank and only on a terminal."""
     first_rank = os.environ.get("RANK", "0") == "0"
-    disable = None if first_rank else True  # None: unless stderr is a terminal
+    disable = None if first_rank else True  # None: disabled unless on a terminal
     return tqdm(iterable, dynamic_ncols=True, disable=disable, **options)
 
 

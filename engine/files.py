@@ -1,4 +1,4 @@
-"""The files of a run and of a data set: rows of JSON, flags, checkpoints by name. No torch."""
+"""Read and write the files of runs and data sets. Does not import torch."""
 
 import json
 import os
@@ -10,11 +10,11 @@ FORMATS = (".jsonl", ".json", ".parquet")
 
 
 def read_rows(path):
-    """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values stay as they are:
-    readers that guess types would turn "014" into 14. InputError names the first bad row."""
+    """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
+    because readers that guess types turn "014" into 14. InputError names the first bad row."""
     path, rows = Path(path), []
     formats = ", ".join(FORMATS)
-    require(path.suffix in FORMATS, f"{path}: not read; expected a file that ends in {formats}")
+    require(path.suffix in FORMATS, f"{path}: expected a file that ends in {formats}")
     try:
         for row in raw_rows(path):
             rows.append(dict(row))
@@ -28,7 +28,7 @@ def read_rows(path):
 
 def raw_rows(path):
     if path.suffix == ".parquet":
-        import pyarrow.parquet  # here, because the other formats do not need it
+        import pyarrow.parquet  # imported here, because the other formats do not need it
 
         yield from pyarrow.parquet.read_table(path).to_pylist()
     elif path.suffix == ".json":
@@ -39,7 +39,7 @@ def raw_rows(path):
 
 
 def write_atomically(path, text):
-    """Write beside and rename: a crash leaves the old file or the new one, never half of it."""
+    """Write beside path, then rename. A crash leaves the old file or the new one, never half."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     os.replace(partial, path)
@@ -51,7 +51,7 @@ def append_rows(path, rows):
 
 
 def keep_steps_before(first_step, path):
-    """Cut a log back to the steps before first_step. A crash may have left half a line."""
+    """Keep only the steps before first_step in a log. A crash may have left half a line."""
     text = path.read_text() if path.exists() else ""
     write_atomically(path, text[: text.rfind("\n") + 1])
     kept = [row for row in read_rows(path) if row["step"] < first_step]
@@ -63,7 +63,7 @@ def read_flags(run):
     run = Path(run)
     require(run.is_dir(), f"{run}: no such directory")
     path = run / "config.json"
-    require(path.is_file(), f"{run} holds no run: it has no config.json")
+    require(path.is_file(), f"{run} is not a run: it has no config.json")
     try:
         return dict(json.loads(path.read_text())["flags"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -73,6 +73,6 @@ def read_flags(run):
 
 
 def checkpoints(run):
-    """All whole checkpoints of a run -> list of (step, directory), oldest first."""
+    """All complete checkpoints of a run -> list of (step, directory), oldest first."""
     found = {path.name.removeprefix("step-"): path for path in Path(run).glob("checkpoints/step-*")}
     return sorted((int(step), path) for step, path in found.items() if step.isdigit())

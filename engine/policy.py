@@ -1,10 +1,10 @@
-"""The model: load it, check it, train it, copy it. One run holds two copies of it:
+"""Load, check, train and copy the model. A run holds two copies of it:
 
-- the *policy* is trained: fp32 weights sharded over the ranks by FSDP2, bf16 compute. At a learning
-  rate of 1e-6 Adam would hardly ever move bf16 weights: the step is smaller than their rounding.
-- the *actor* samples, scores, evaluates and is saved: a plain Hugging Face model in bf16 on every
-  rank. It is copied from the policy once a step, so that ranks do not wait for each other while
-  they sample and score.
+- The *policy* is trained. Its fp32 weights are sharded over the ranks by FSDP2, and it computes in
+  bf16. At a learning rate of 1e-6 Adam would hardly ever change bf16 weights, since its steps are
+  smaller than their rounding.
+- The *actor* samples, scores, evaluates and is saved. It is a plain bf16 model on every rank, so
+  that no rank waits for another to sample or score. It is copied from the policy once per step.
 
 On a CPU both compute in fp32.
 """
@@ -26,7 +26,7 @@ from engine.files import checkpoints
 from engine.sampling import sampling_config
 from engine.tokens import LOGITS_AT_ONCE, vocabulary
 
-# A base model ends its text with one token, a chat model its turn with another: stop at either.
+# A base model ends its text with one token, a chat model its turn with another. Stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
 
 
@@ -34,8 +34,8 @@ STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>"
 
 
 def load(name_or_dir, device, check=True):
-    """The actor or the verifier, in bf16 on a GPU and in fp32 on a CPU -> (model, tokenizer).
-    check=False: the model only has to generate, as the verifier does, and may have any layout."""
+    """Load the actor or the verifier, in bf16 on a GPU and in fp32 on a CPU -> (model, tokenizer).
+    check=False is for a model that only generates, as the verifier does. It may have any layout."""
     if Path(name_or_dir).is_dir():
         check_directory(Path(name_or_dir))
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
@@ -48,13 +48,13 @@ def load(name_or_dir, device, check=True):
 
 
 def load_model(name_or_dir, device, dtype):
-    """A Hugging Face causal language model, in eval mode."""
+    """Load a Hugging Face causal language model, in eval mode."""
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     return from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
 
 
 def check_directory(path):
-    """InputError that names what a local directory lacks, since the library's errors do not."""
+    """Raise InputError with what a local directory lacks, since the library's errors do not say."""
     if runs := checkpoints(path):
         raise InputError(f"{path} is a run, not a model; its last checkpoint is {runs[-1][1]}")
     names = {file.name for file in path.iterdir()}
@@ -81,31 +81,31 @@ def from_pretrained(auto_class, name_or_dir, **options):
 
 def reset_generation_config(model, tokenizer):
     """Drop the hub's generation settings (top-k 20, penalties), which generate() would merge into
-    ours. Embeddings are often padded past the vocabulary; those ids are never sampled. (A trained
+    ours. Embeddings are often padded past the vocabulary. Those ids are never sampled. (A trained
     model gives them next to no probability, so scoring leaves them in the softmax.)"""
     stops = model.generation_config.eos_token_id or []
     stops = {*([stops] if isinstance(stops, int) else stops), tokenizer.eos_token_id}
     stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
     stops = sorted(i for i in stops - {None} if i < len(tokenizer))
-    require(stops, "neither the model nor the tokenizer names a token that ends the text")
+    require(stops, "neither the model nor the tokenizer has an end-of-text token")
     rows = model.get_input_embeddings().weight.shape[0]
     model.generation_config = GenerationConfig(
         eos_token_id=stops,
-        pad_token_id=stops[0],  # fills only: what was sampled ends at the first stop
+        pad_token_id=stops[0],  # only padding: a completion ends at its first stop
         suppress_tokens=sorted(set(range(len(tokenizer), rows)).difference(stops)) or None,
     )
 
 
 @torch.no_grad()
 def check_model(model, tokenizer):
-    """Check once, on two sampled tokens, what the method takes for granted: the sampler uses the
-    model's own distribution (temperature 1, nothing filtered), the logits are lm_head of the last
+    """Check on two sampled tokens what the method assumes, or raise InputError: sampling uses the
+    model's own distribution (temperature 1, no top-k or top-p), the logits are lm_head of the last
     hidden state, and attention covers the whole context."""
     name, ids = model.config.model_type, len(tokenizer)
     encoder = name in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     require(not encoder, f"{name} is an encoder; expected a model that generates text")
     laid_out = hasattr(model, "lm_head") and hasattr(model.base_model, "layers")
-    require(laid_out, f"{name}: not laid out as Llama, Qwen and most others are; not supported")
+    require(laid_out, f"{name} is not supported: it is not laid out as Llama and Qwen are")
     dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     dropout = getattr(model.config, "attention_dropout", 0) or max(dropouts, default=0)
     require(not dropout, f"{name}: dropout must be 0, or training is not on-policy")
@@ -128,30 +128,30 @@ def check_model(model, tokenizer):
     require(full_attention, f"{name}: only full attention is supported (no sliding window)")
     for logits, scores in zip(out.logits, out.scores):
         unchanged = torch.equal(logits[:, :ids], scores[:, :ids])
-        require(unchanged, f"{name}: generate() changes its logits; not supported")
+        require(unchanged, f"{name} is not supported: generate() changes its logits")
     hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
     difference = model.lm_head(hidden[:, -1]).float() - out.logits[0]
-    # The limit allows for bf16 rounding; a scale or a soft cap on the logits exceeds it.
+    # The limit allows for bf16 rounding. A scale or a soft cap on the logits exceeds it.
     alike = difference.norm() <= 0.1 * out.logits[0].norm()
-    require(alike, f"{name}: its logits are not lm_head(hidden state); not supported")
+    require(alike, f"{name} is not supported: its logits are not lm_head(hidden state)")
 
 
 # ------------------------------------------------------------------------------------------- memory
 
-MOST_TOKENS = {"cuda": 16384, "cpu": 4096}  # of a micro-batch; a CPU gains nothing from larger ones
+MOST_TOKENS = {"cuda": 16384, "cpu": 4096}  # per micro-batch; a CPU gains nothing from more
 
 
 def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
-    """How the policy will fit beside the actor -> (tokens in a micro-batch, CPU offload or not, a
-    sentence for the log). longest_row: tokens of the longest prompt and its completion.
+    """Decide how to fit the policy beside the actor -> (tokens in a micro-batch, whether to offload
+    to the CPU, a line for the log). longest_row: most tokens of a prompt and its completion.
 
     By default a micro-batch holds as many tokens as fit, at least one row. If not even one row
-    fits, the policy and Adam move to the CPU's memory. InputError if that does not help, or if the
-    given flags do not fit, before the policy is loaded. All ranks choose alike: the least free
-    memory counts."""
-    what = f"the longest prompt and --max-new-tokens are {longest_row} tokens"
+    fits, the policy and Adam move to CPU memory. If that does not help, or the given flags do not
+    fit, this raises InputError before the policy is loaded. All ranks decide alike, by the smallest
+    free memory of any rank."""
+    what = f"the longest prompt and --max-new-tokens add up to {longest_row} tokens"
     positions = getattr(actor.config, "max_position_embeddings", longest_row)
-    require(longest_row <= positions, f"{what}, and the model knows {positions} positions")
+    require(longest_row <= positions, f"{what}, but the model has {positions} positions")
     free = torch.tensor(free_memory(), dtype=torch.float64)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)
     free, on_gpu = free.item(), torch.cuda.is_available()
@@ -163,7 +163,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
         if fitting >= least:
             tokens = min(most, fitting)
             needed = memory_needed(actor, tokens, offload)
-            where = "policy and Adam in the CPU's memory" if offload else ""
+            where = "policy and Adam in CPU memory" if offload else ""
             where += ", since they do not fit on the GPU" if offload > cpu_offload else ""
             return (
                 tokens,
@@ -185,17 +185,17 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
 
 
 def memory_needed(actor, tokens, cpu_offload):
-    """Bytes that the policy takes on each rank with so many tokens in a micro-batch: an estimate,
-    from the shapes alone."""
+    """Bytes that the policy needs on each rank with so many tokens in a micro-batch, estimated from
+    the shapes alone."""
     config, layers, ranks = actor.config, actor.base_model.layers, dist.get_world_size()
     on_gpu = torch.cuda.is_available()
     parameters, in_layers = (sum(p.numel() for p in m.parameters()) for m in (actor, layers))
-    # fp32 weights, gradients, Adam's two moments. Offloaded: gradients until the step's end.
+    # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.
     state = 4 * parameters if cpu_offload and on_gpu else 16 * parameters / ranks
-    # FSDP's root group, the embeddings: gathered, their gradient, and its sum over the ranks.
+    # FSDP's root group is the embeddings: gathered, their gradient, and its sum over the ranks.
     root = (8 + 4 / ranks) * (parameters - in_layers)
-    # Each layer's input is kept, and the activations of one layer (on a CPU, of all layers) with
-    # their gradient; and the logits of a chunk.
+    # What is kept: each layer's input, the activations of one layer (on a CPU, of all layers) and
+    # their gradient, and the logits of a chunk.
     one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
     layers_held = 1 if on_gpu else len(layers)
     kept = len(layers) * config.hidden_size + (layers_held + 1) * one_layer
@@ -204,7 +204,7 @@ def memory_needed(actor, tokens, cpu_offload):
 
 
 def free_memory():
-    """Bytes that this rank can use: of its GPU, or its share of the machine's."""
+    """Free bytes of this rank's GPU, or on a CPU its share of the machine's whole memory."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -215,11 +215,11 @@ def free_memory():
 
 
 class Policy(torch.nn.Module):
-    """The model in training: FSDP2 over all ranks (also over one), fp32 shards and gradient sums.
-    On GPUs it computes in bf16 and recomputes activations in the backward pass.
+    """The trained model, sharded over all ranks (even over one) by FSDP2, with fp32 shards and
+    gradient sums. On GPUs it computes in bf16 and recomputes activations in the backward pass.
 
-    model: a Hugging Face model on the CPU. cpu_offload keeps shards, gradients and Adam in the
-    CPU's memory. Gradients are then moved there once a step, not after every micro-batch.
+    model: a Hugging Face model on the CPU. cpu_offload keeps shards, gradients and Adam in CPU
+    memory. Gradients are then moved there once per step, not after every micro-batch.
     """
 
     def __init__(self, model, cpu_offload=False):
@@ -252,9 +252,9 @@ class Policy(torch.nn.Module):
 def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
     """log softmax(lm_head(hidden))[targets], hidden [n, D], targets [n] -> [n], fp32.
 
-    Never holds all the logits: a chunk of tokens at a time, recomputed in the backward pass. The
-    logits of one row of 4,096 tokens over a vocabulary of 151,936 would take 2.3 GiB in fp32, and
-    as much again for their gradient.
+    Only the logits of one chunk of tokens are held at a time. They are recomputed in the backward
+    pass. The logits of one row of 4,096 tokens over a vocabulary of 151,936 would take 2.3 GiB in
+    fp32, and their gradient as much again.
     """
 
     def piece(h, y):
@@ -268,6 +268,6 @@ def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
 
 @torch.no_grad()
 def copy_weights(policy, actor):
-    """policy -> actor, in the actor's precision (rounded before it is gathered: half the bytes)."""
+    """Copy policy -> actor. Gathering in the actor's precision (bf16 on GPUs) halves the bytes."""
     for copy, trained in zip(actor.parameters(), policy.parameters(), strict=True):
         copy.copy_(trained.to(copy.dtype).full_tensor())

@@ -1,4 +1,4 @@
-"""Sampling: completions of prompts by Hugging Face's generate()."""
+"""Sample completions of prompts with Hugging Face's generate()."""
 
 import copy
 
@@ -10,10 +10,10 @@ from engine.tokens import batches, pad
 
 
 def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
-    """The defaults are the model's own distribution. temperature 0 is greedy; top_k 0 is all."""
+    """The defaults are the model's own distribution. temperature=0 is greedy, top_k=0 keeps all."""
     if temperature > 0:
         settings |= dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    config = copy.deepcopy(model.generation_config)  # its stops, and what is never sampled
+    config = copy.deepcopy(model.generation_config)  # its stop and suppressed tokens
     config.update(**settings)
     return config
 
@@ -32,19 +32,19 @@ class EntropyProbe(LogitsProcessor):
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, piece=512, name="sample", **settings):
-    """Sampled completions of prompts (lists of ids) -> (lists of ids, each up to its first stop;
-    for each the mean entropy of its next tokens under the model, in nats).
+    """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to its first
+    stop token; for each the mean entropy of the next token under the model, in nats).
 
     model.generate() runs in pieces of a few hundred tokens. After each piece the finished rows
-    leave the batch, and the shortest of the others, as many as fit in memory, form the next one.
-    So a few long rows do not keep the finished ones in memory. A piece prefills its rows again,
-    which costs one forward pass and saves carrying their KV cache along. settings: of
+    leave the batch. The next batch is the shortest of the other rows, as many as fit in memory. So
+    finished rows do not stay in memory until the longest one ends. A piece prefills its rows again.
+    This costs one forward pass, but no KV cache is kept between pieces. settings: see
     sampling_config.
     """
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
     stops, budget = set(model.generation_config.eos_token_id), tokens_that_fit(model)
     running, tokens = list(range(len(prompts))), 0
-    # Lengths are not known in advance, so the bar shows no time that is left.
+    # Lengths are not known in advance, so the bar shows no remaining time.
     shape = "{desc}: {n_fmt}/{total_fmt} samples finished{postfix} [{elapsed}]"
     bar = short_progress(name, total=len(prompts), bar_format=shape)
     while running:
@@ -76,14 +76,14 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
 
 
 def tokens_that_fit(model):
-    """Tokens to hold at once: their KV cache may take half of the GPU's free memory, or 4 GiB on a
-    CPU. The other half is for the activations of one layer while they are read."""
+    """How many tokens to hold at once. Their KV cache may take half of the GPU's free memory, or
+    4 GiB on a CPU. The other half is for the activations of one layer in the prefill."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     kv = 2 * config.num_hidden_layers * kv_heads * head_dim
     layer = 4 * (config.hidden_size + config.intermediate_size)
-    bytes_a_token = max(kv, layer) * model.dtype.itemsize  # Qwen3-4B in bf16: 144 KiB, by its KV
+    bytes_a_token = max(kv, layer) * model.dtype.itemsize  # Qwen3-4B in bf16: 144 KiB, its KV
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0] // 2 // bytes_a_token

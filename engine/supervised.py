@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations: a start for models that do not box their answers."""
+"""Supervised training on demonstrations, for models that do not box their answers yet."""
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -7,8 +7,8 @@ from engine.cli import progress, say
 
 
 def supervise(model, demonstrate, steps, batch, lr, stop):
-    """Train any Hugging Face model. demonstrate() -> (prompt ids, completion ids), of which the
-    completion is learned, and after it the token `stop`."""
+    """Train a Hugging Face model -> the last loss. demonstrate() returns (prompt ids, completion
+    ids). The model learns the completion, followed by the token `stop`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=lr, total_steps=steps, pct_start=0.05, cycle_momentum=False
@@ -30,6 +30,6 @@ def supervise(model, demonstrate, steps, batch, lr, stop):
             optimizer.zero_grad()
             if (step + 1) % max(1, steps // 10) == 0:
                 bar.set_postfix(loss=f"{loss.item():.3f}")
-                if bar.disable:  # no terminal: a plain line
+                if bar.disable:  # not on a terminal
                     say(f"supervised start {step + 1}/{steps}  loss {loss.item():.3f}")
     return loss.item()

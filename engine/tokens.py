@@ -1,5 +1,5 @@
-r"""Tokens as bytes: where a completion is cut into solution and answer, and which tokens close a
-box. Also lists of token ids as padded batches.
+r"""Tokens as bytes: cut a completion into solution and answer, and find the tokens that close a
+box. Also pad and batch lists of token ids.
 
 Token boundaries do not follow characters: `}` may be sampled as the token `}$`, and half of an
 emoji may be one token. So answers are located and scored on bytes.
@@ -30,8 +30,8 @@ def split_answer(text):
     >>> split_answer(r"so \boxed{\frac{1}{2}}.")
     (9, '\\frac{1}{2}')
 
-    Braces nest; an escaped brace (`\{`, `\}`) is a symbol and neither opens nor closes. A box that
-    never closes is passed over for an earlier one that does. The answer is not stripped: " 14 " is
+    Braces nest. An escaped brace (`\{`, `\}`) is a symbol and neither opens nor closes. A box that
+    is never closed is skipped in favour of an earlier one. The answer is not stripped, so " 14 " is
     not "14".
     """
     found = None
@@ -46,7 +46,7 @@ def split_answer(text):
     return found
 
 
-# The box, any other escape (which may not swallow the backslash of a box), a plain brace.
+# A box, any other escape (which must not consume the backslash of a box), or a plain brace.
 BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
 
 
@@ -63,39 +63,39 @@ class Box(NamedTuple):
 
 class Vocabulary:
     """The bytes of every token, and which tokens begin with given bytes. Special tokens have no
-    bytes. ValueError: answers cannot be cut out or scored with this tokenizer."""
+    bytes. Raises ValueError if answers cannot be cut out or scored with this tokenizer."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.bytes = token_bytes(tokenizer)  # id -> bytes
         self.order = sorted(range(len(self.bytes)), key=self.bytes.__getitem__)
         self.sorted = [self.bytes[i] for i in self.order]
-        # A context ends just before the brace, and what is scored begins with it.
+        # A context ends just before the brace, and the scored text begins with it.
         for text in r"so \boxed", "{14":
             if self.join(self.encode(text)) != text.encode():
-                raise ValueError(f"the tokenizer does not give {text!r} back: it cannot be scored")
+                raise ValueError(f"the tokenizer does not give {text!r} back and is not supported")
         if not self.locate_answer(self.encode(r"so \boxed{14}")):
-            raise ValueError("the tokenizer merges 'boxed' and '{': no answer can be cut out")
+            raise ValueError("the tokenizer merges 'boxed' and '{', so no answer can be cut out")
 
     def encode(self, text):
-        """Text -> ids. The name of a special token counts as text, as it does in an answer. Some
-        tokenizers normalise text (Qwen's composes accents): these are the ids of the result."""
+        """Text -> ids. The name of a special token is encoded as ordinary text. Some tokenizers
+        normalise the text first (Qwen's composes accents)."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def join(self, ids):
         return b"".join(self.bytes[i] for i in ids)
 
     def beginning_with(self, prefix):
-        """Ids of the tokens whose bytes begin with `prefix`: from it on, and before the prefix with
-        its last byte, a "}", incremented."""
+        """Ids of the tokens whose bytes begin with `prefix`. They are sorted between the prefix and
+        the prefix with its last byte, a "}", incremented."""
         low = bisect.bisect_left(self.sorted, prefix)
         high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))
         return self.order[low:high]
 
     def locate_answer(self, ids):
         """The last closed box in sampled ids -> Box, or None. The ids are cut as they were sampled
-        and never tokenised again. If the opening brace is not the first byte of its token, which is
-        rare, they cannot be cut there: None."""
+        and never tokenised again. In the rare case that the opening brace is not the first byte of
+        its token, they cannot be cut there, and the result is None."""
         # latin-1 reads every byte as one character, so that offsets count bytes.
         text = self.join(ids).decode("latin-1")
         found = split_answer(text)
@@ -104,10 +104,10 @@ class Vocabulary:
         opening, answer = found
         closing = opening + 1 + len(answer)
         sizes = [len(self.bytes[i]) for i in ids]
-        ends = list(itertools.accumulate(sizes))  # of each token, in bytes
+        ends = list(itertools.accumulate(sizes))  # where each token ends, in bytes
         if opening not in ends:
             return None
-        solution_length = bisect.bisect_right(ends, opening)  # the token that begins with the brace
+        solution_length = bisect.bisect_right(ends, opening)  # index of the brace's token
         rest = text[closing : ends[bisect.bisect_right(ends, closing)]]
         answer, rest = (s.encode("latin-1").decode("utf-8", "replace") for s in (answer, rest))
         return Box(solution_length, answer, rest)
@@ -143,7 +143,7 @@ def pad(lists, side="right"):
 
 
 def batches(lengths, budget):
-    """Indices of `lengths`, shortest first -> lists of them whose padded size (how many x the
+    """Split the indices of `lengths`, shortest first, into lists whose padded size (how many x the
     longest) stays within the budget. A length over the budget gets a list of its own."""
     batch = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):

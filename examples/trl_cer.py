@@ -1,4 +1,4 @@
-r"""CER in TRL: RLOOTrainer, or GRPOTrainer with --grpo, with CER as its reward function.
+r"""Train with CER in TRL, as the reward function of RLOOTrainer, or of GRPOTrainer with --grpo.
 
     pip install -r requirements-dev.txt
     python examples/trl_cer.py                      # the toy, on a CPU
@@ -14,18 +14,18 @@ must hold, and TRL checks none of them:
 - The samples are the model's own: temperature 1, no top-k, top-p or min-p, no repetition penalty.
   Ids beyond the tokenizer (padded embeddings) are suppressed.
 - No KL term: beta=0. RLOOTrainer's default is 0.05.
-- No scaling of the reward or of the loss: RLOOTrainer has none by default. GRPOTrainer needs
+- No scaling of the reward or of the loss. RLOOTrainer has none by default. GRPOTrainer needs
   scale_rewards="none" and loss_type="dr_grpo".
 - The judge is the policy, before the update. It is in eval mode, since in training mode gradient
   checkpointing drops the KV cache. Under PEFT it is get_base_model(), which has the adapters.
 - Every rank has all samples of a question (`cer_rewards` checks it).
 - The weights are plain or DDP (`cer_rewards` checks it). Ranks score different numbers of answers,
   so with FSDP or ZeRO-3 they would wait for each other forever. Copy a sharded policy first.
-- The samples come from generate(). With vLLM the prior is vLLM's: W and P are the trained model's,
-  and the two differ by rounding.
+- The samples come from generate(). With vLLM the prior is vLLM's, while W and P are the trained
+  model's. The two differ by rounding.
 
-The model must be one that can be scored: full sdpa attention, a byte-level tokenizer. `load` checks
-that, and drops the generation settings that a model brings from the hub.
+The model needs full sdpa attention and a byte-level tokenizer. `load` ensures both, and drops the
+generation settings that a model brings from the hub.
 """
 
 import sys
@@ -48,10 +48,10 @@ from rollout import chat_messages  # noqa: E402
 
 
 def cer_rewards(trainer, prompts, completion_ids, references):
-    """The reward of each sample. The lists are those that TRL gives to a reward function: one entry
-    for each sample, and the N samples of a question are neighbours."""
+    """The reward of each sample. The lists are those that TRL passes to a reward function, with one
+    entry per sample. The N samples of a question are neighbours."""
     if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():
-        raise ValueError("the policy is sharded: CER needs the whole model on every rank")
+        raise ValueError("the policy is sharded, but CER needs the whole model on every rank")
     model, tokenizer = trainer.model, trainer.processing_class
     judge = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
     training, rewards = model.training, []
@@ -61,7 +61,7 @@ def cer_rewards(trainer, prompts, completion_ids, references):
     for i in range(0, len(prompts), N):
         if prompts[i : i + N] != [prompts[i]] * N:
             raise ValueError(
-                "a rank holds a part of a question's samples: per_device_train_batch_size x "
+                "a rank has only some of a question's samples: per_device_train_batch_size x "
                 f"steps_per_generation must be a multiple of num_generations, {N}"
             )
         prompt_ids = tokenizer.apply_chat_template(prompts[i], **template)
@@ -76,20 +76,20 @@ def cer_rewards(trainer, prompts, completion_ids, references):
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--model", help="Hugging Face id or directory; without it the toy's model is made here")
+    add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
     add("--dataset", default="toy", help="a name or a file, as for train.py")
     for name in "questions", "samples", "max_new_tokens", "steps":
         flag = f"--{name.replace('_', '-')}"
-        add(flag, type=int, default=toy.FLAGS[name], help="as for train.py, whose toy has the same")
+        add(flag, type=int, default=toy.FLAGS[name], help="as for train.py, with the toy's default")
     add("--seed", type=int, default=0)
-    add("--grpo", action="store_true", help="GRPOTrainer in place of RLOOTrainer")
+    add("--grpo", action="store_true", help="use GRPOTrainer instead of RLOOTrainer")
     add("--out", default="runs/trl", help="directory for the trained model")
     args, gpu = parser.parse_args(), torch.cuda.is_available()
     ranks = PartialState(cpu=not gpu)
     B, N, lr = args.questions, args.samples, 1e-6 if args.model else toy.LEARNING_RATE["lr"]
-    cli.require(B % ranks.num_processes == 0, "--questions: a multiple of the number of ranks")
+    cli.require(B % ranks.num_processes == 0, "--questions must be a multiple of the ranks")
     if not args.model:
-        torch.set_num_threads(1)  # so small that threads only wait for each other
+        torch.set_num_threads(1)  # the model is so small that threads only wait for each other
         args.model = f"{args.out}/warm-start"
         if ranks.is_main_process:
             toy.warm_start(args.model, args.seed)
@@ -110,7 +110,7 @@ def main():
         per_device_train_batch_size=N,  # one question per micro-batch
         gradient_accumulation_steps=B // ranks.num_processes,
         learning_rate=lr,
-        lr_scheduler_type="polynomial",  # with power 1 linear, as train.py's toy
+        lr_scheduler_type="polynomial",  # with power 1 linear, as in train.py
         lr_scheduler_kwargs={"power": 1.0, "lr_end": lr * toy.LEARNING_RATE["lr_end"]},
         max_steps=args.steps,
         seed=args.seed,

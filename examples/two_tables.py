@@ -1,4 +1,4 @@
-"""The shortest complete program of the method: a policy that is nothing but two tables.
+"""The shortest complete program of the method. Its policy is nothing but two tables.
 
     python examples/two_tables.py     # a table, and docs/two_tables.png, in about a minute
 
@@ -48,7 +48,7 @@ def compute_rewards(reward, a, reference, log_pi, F, M):
     N = a.shape[-1]
     log_P = log_pi.gather(-1, reference[..., None])[..., 0]  # log pi(a*|s_j)  [K, B, N]
     log_W = log_pi.gather(-1, a[:, :, None].expand(-1, -1, N, -1)).mT  # log pi(a_i|s_j)  [.., N, N]
-    if M < N:  # its own solution and others at random (cer.py: all that gave the answer first)
+    if M < N:  # the own solution, others at random (cer.py first takes all that gave the answer)
         keys = torch.eye(N) + torch.rand(log_W.shape)
         log_W[keys < keys.topk(M).values[..., -1:]] = -torch.inf
     return {
@@ -66,7 +66,7 @@ def rloo_loss(reward, theta, phi, reference, N, M, divide_by_std=False):
     s, a, log_pi = sample(theta, phi, reference.shape[1], N)
     R = compute_rewards(reward, a, reference, log_pi.detach(), F, M)  # [K, B, N]
     A = leave_one_out(R)
-    # Dividing by the group's standard deviation is GRPO's; the paper does not do it.
+    # GRPO divides by the group's standard deviation. The paper does not.
     A = A / (R.std(-1, keepdim=True) + 1e-6) if divide_by_std else A
     # In place of the sampled answer VeriFree teaches the reference, weighted by its probability R.
     taught, weight = (reference, R) if reward == "VeriFree" else (a, A)
@@ -78,8 +78,8 @@ def rloo_loss(reward, theta, phi, reference, N, M, divide_by_std=False):
 def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=100, seeds=200,
           seed=0, fixed_form=False, divide_by_std=False,
           optimizer=torch.optim.Adam, lr=0.05):  # fmt: skip
-    """-> pass@1 and slips left, both [seeds, steps + 1]. M = None means M = N. fixed_form:
-    one question comes back at every step, and its reference always has form 0."""
+    """Train one policy per seed -> pass@1 and slips left, both [seeds, steps + 1]. M = None means
+    M = N. With fixed_form the question is the same at every step, and its reference has form 0."""
     torch.manual_seed(seed)
     theta, phi = two_tables(seeds, forms, slip, skew)
     optimizer, curves = optimizer([theta, phi], lr=lr), []
@@ -105,10 +105,10 @@ if __name__ == "__main__":
     parser.add_argument("--out", default="docs/two_tables.png", help="the figure")
     flags = {"slip": 0.3, "N": 8, "questions": 4, "steps": 100, "seeds": 200}
     for flag, default in flags.items():
-        parser.add_argument(f"--{flag}", type=type(default), default=default, help="of every run")
+        parser.add_argument(f"--{flag}", type=type(default), default=default, help="in every run")
     args = parser.parse_args()
 
-    # Title -> the options of each curve. A curve is named by its reward and what follows a comma.
+    # Title of a panel -> name of a curve -> its options. The name begins with the curve's reward.
     title = "CER follows the verifier (forms: {})"
     panels = {title.format(F): dict.fromkeys(COLOURS, {"forms": F}) for F in args.forms}
     panels["A larger M leaves fewer slips"] = {f"CER, M = {M}": {"M": M} for M in args.M}

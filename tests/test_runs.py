@@ -120,7 +120,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, toy_model_dir, number):
     assert [step for step, _ in checkpoints(run)] == steps[-1:]
     log = (tmp_path / "log-0").read_text()
     assert "stopping after this step" in log
-    stopped = f"stopped after step {steps[-1]} of 500; go on with: "
+    stopped = f"stopped after step {steps[-1]} of 500; resume with: "
     assert stopped + "python train.py --resume --out run" in log and "at first" not in log
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, toy_model_dir):
     finish([start(train_on_a_full_disk, tmp_path, "--out run --resume", limit)], code=2)
     last_line = (tmp_path / "log-0").read_text().splitlines()[-1]
     assert last_line.startswith("train.py: cannot save run/checkpoints/step-3")
-    assert last_line.endswith("the last whole checkpoint is step-2")
+    assert last_line.endswith("the last complete checkpoint is step-2")
     assert before == {path: path.read_bytes() for path in before}
     assert not (run / "checkpoints" / "partial").exists()
     finish([start(train_in, tmp_path, "--out run --resume")])  # now there is room

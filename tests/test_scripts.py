@@ -177,7 +177,7 @@ BAD_FILES = {
     "bad.parquet": ("not parquet", r"bad.parquet, row 1: expected objects"),
     "verifier.jsonl": (GOOD.replace("}", ', "verifier": "oracle"}'), ""),
     "table.csv": ("question,answer", ""),
-    "long.jsonl": ('{"question": "%s", "answer": "1"}' % ("why " * 9999), r"all of long.jsonl is"),
+    "long.jsonl": ('{"question": "%s", "answer": "1"}' % ("why " * 9999), r"of long.jsonl is"),
 }
 BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() if says} | {
     "--dataset math501": r"math501: neither a file nor one of toy, toy-test, math7.5k, webinstruct",
@@ -190,7 +190,7 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() 
     "--dataset good.jsonl --out good.jsonl/x": r"good.jsonl/x",
     "--dataset good.jsonl --out used": r"--out used is not empty",
     "--dataset good.jsonl --resume": r"--resume needs --out",
-    "--dataset good.jsonl --max-new-tokens 200": r"the model knows 128 positions",
+    "--dataset good.jsonl --max-new-tokens 200": r"the model has 128 positions",
     "--dataset good.jsonl --model empty": r"the model empty: it has no safetensors weights",
     "--dataset good.jsonl --model bin": r"model bin: it has no safetensors .*\(.bin is not read\)",
     "--dataset good.jsonl --model gguf": r"gguf: it has no safetensors .*\(.gguf is not read\)",
@@ -199,7 +199,7 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() 
     "--dataset good.jsonl --model Qwen/Qwen9": r"Qwen/Qwen9 \(no such directory, and .*id of one",
     "--dataset good.jsonl --rewards cer": r"unrecognized arguments: --rewards cer; .* --reward\?",
     "--dataset good.jsonl --sample 4": r"unrecognized arguments: --sample 4; .* --samples\?",
-    "--dataset table.csv": r"table.csv: not read; expected a file that ends in .jsonl",
+    "--dataset table.csv": r"table.csv: expected a file that ends in .jsonl",
     "--dataset verifier.jsonl": r"first row: question, answer, verifier",
 }
 
