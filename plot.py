@@ -67,7 +67,7 @@ def draw_group(group, out):
     between = 0.3 / (cells / 2)  # 0.3 inches, as a share of the mean height of the axes
     figure.subplots_adjust(top=1 - 0.6 / height, bottom=1.3 / height, wspace=0.04, hspace=between)
     axes[0, 1].set_visible(False)
-    draw_matrix(axes[0, 0], P, "Greens", digits=2)
+    draw_matrix(axes[0, 0], P, "Greens", digits=3)
     draw_matrix(axes[1, 0], posterior, "Blues", digits=2, top=1.0)
     draw_matrix(axes[1, 1], numpy.array(R)[rows, None], "Oranges", digits=3)
     # Draw a line wherever the answer changes, so that the cells between two lines have one answer.
@@ -83,7 +83,7 @@ def draw_group(group, out):
     axes[1, 0].set_xticks(range(len(columns)), names, rotation=90, fontsize=8)
     axes[1, 0].set_xlabel("solutions, named by the answer each led to   (= : it is a*)", fontsize=9)
     axes[1, 0].set_title("D⁻¹W: the posterior, which solutions lead to the answer", fontsize=9)
-    axes[1, 1].set_title("R = D⁻¹W P", fontsize=9)
+    axes[1, 1].set_title("R" if "verdicts" in group else "R = D⁻¹W P", fontsize=9)
     question = shorten(" ".join(group["question"].split()), 100)
     title = f"{question}\nreference a* = {shorten(group['reference'], 60)}"
     title += f", step {group['step']}" if group["step"] else ""

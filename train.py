@@ -52,7 +52,7 @@ def make_parser():
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
     add("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
     add("--steps", type=count, help="optimizer steps, instead of --epochs")
-    add("--microbatch-tokens", type=count, help="(default: as many as fit, at most 16384)")
+    add("--microbatch-tokens", type=count, help="(default: as many as fit)")
     add("--cpu-offload", action="store_true", help="policy and Adam in CPU memory; auto if needed")
     add("--seed", type=int, default=0, help="random seed of data order and samples")
     group = parser.add_argument_group("evaluation (also before the first step and at the end)")

@@ -47,16 +47,15 @@ def main():
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run per reward and seed")
     add("--steps", type=count, help="of each run (default: 200, or 30 with a real model)")
     add("--jobs", type=count, default=1, help="runs at a time; if several, one CPU core each")
-    add("--out", type=Path, help="the CSV (default: benchmarks/results/toy.csv or real_model.csv)")
+    add("--out", type=Path, help="the CSV (default: benchmarks/results/MODEL.csv)")
     args = parser.parse_args()
-    steps, stem = args.steps or (30 if args.model else 200), "real_model" if args.model else "toy"
-    path = args.out or ROOT / "benchmarks" / "results" / f"{stem}.csv"
+    steps, prefix = args.steps or (30 if args.model else 200), Path(args.model or "toy").name
+    path = args.out or ROOT / "benchmarks" / "results" / f"{prefix}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     run.init_ranks()
 
     done = {(line["name"], line["seed"], line["steps"]) for line in read(path)}
     jobs = [(r, s) for s in args.seeds for r in args.rewards if (r, s, steps) not in done]
-    prefix = Path(args.model).name if args.model else stem
     recipe, starts = REAL_RECIPE if args.model else TOY_RECIPE, {}
     for seed in {seed for _, seed in jobs}:  # shared by all rewards; a real model has only one
         if args.model:

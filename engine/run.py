@@ -62,8 +62,8 @@ def seed_everything(*key):
 
 
 class StopRequest:
-    """In a `with` block, SIGTERM or Ctrl-C asks the run to finish its step, save and stop. The same
-    signal once more ends it at once."""
+    """In a `with` block, SIGTERM or Ctrl-C asks the run to finish its step, save and stop. A second
+    signal ends it at once."""
 
     def __enter__(self):
         self.signal = None  # the one received
@@ -76,7 +76,8 @@ class StopRequest:
 
     def request(self, which, frame):
         self.signal = which
-        signal.signal(which, signal.SIG_DFL)
+        for each in self.before:
+            signal.signal(each, signal.SIG_DFL)
         say(f"{signal.Signals(which).name}: stopping after this step")
 
     def on_any_rank(self):

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import rewards
 from engine.files import checkpoints, read_rows
+from engine.run import StopRequest
 
 # Short, with a checkpoint after every step.
 FLAGS = "--dataset toy --lr 6e-4 --questions 2 --samples 4 --max-new-tokens 16 --eval-limit 4"
@@ -124,6 +125,13 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, toy_model_dir, number):
     assert stopped + "python train.py --resume --out run" in log and "at first" not in log
 
 
+def test_a_second_signal_of_either_kind_would_end_the_run():
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        kinds = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert stop.signal == signal.SIGTERM and kinds == (signal.SIG_DFL, signal.SIG_DFL)
+
+
 def train_on_a_full_disk(directory, arguments, limit):
     """No file can grow over the limit: the real error of a write that fails half way."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -192,7 +200,7 @@ def test_cuda_trains_the_toy_in_mixed_precision(tmp_path, toy_model_dir, offload
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 def test_cuda_memory_stays_within_a_tenth_of_the_estimate(tmp_path):
-    """The estimate of require_room against the peak of an update on the smallest Qwen3's shape."""
+    """The estimate of memory_needed against the peak of an update on the smallest Qwen3's shape."""
     shape = dict(hidden_size=1024, num_hidden_layers=28, intermediate_size=3072, head_dim=128)
     shape |= dict(num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=4096)
     tiny_model(151_936, **shape, initializer_range=0.02).save_pretrained(tmp_path / "model")
