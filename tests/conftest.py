@@ -20,9 +20,8 @@ from rollout import to_group
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"  # real rows and the real Qwen3 tokenizer
-HAS_CUDA = torch.cuda.is_available()
-NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-DEVICES = ["cpu", pytest.param("cuda", marks=NO_CUDA)]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
 @pytest.fixture(autouse=True)
