@@ -142,19 +142,13 @@ def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch, piece, fit
     assert len(set(map(len, rows))) > 1
 
 
-def test_finished_rows_cost_nothing(loaded, monkeypatch):
+def test_finished_rows_cost_nothing(loaded):
     """What is decoded, in rows times steps, for lengths as training sees them (log-normal, cut at 4
     times the mean): at least 1.5 times less than with one call that ends when the last row does."""
     rng, decoded = random.Random(0), []
     lengths = [min(64, max(1, round(rng.lognormvariate(2.53, 0.7)))) for _ in range(64)]
-    with prompts_that_end(lengths) as prompts, monkeypatch.context() as inner:
-
-        class Counts(sampling.EntropyProbe):
-            def __call__(self, ids, logits):
-                decoded.append(len(ids))
-                return super().__call__(ids, logits)
-
-        inner.setattr(sampling, "EntropyProbe", Counts)
+    loaded.lm_head.register_forward_hook(lambda *args: decoded.append(len(args[2])))
+    with prompts_that_end(lengths) as prompts:
         rows, _ = generate(loaded, prompts, 64, piece=8, temperature=0)
     assert [len(row) for row in rows] == lengths
     assert 1.5 * sum(decoded) < 64 * max(lengths)
@@ -196,19 +190,18 @@ def test_a_closed_box_is_an_answer_also_where_the_text_was_cut_off(tokenizer):
     assert group.solution_lengths[2] == len(completions[2])
 
 
-PROMPT = "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."
-LETTER = "Which?\nA: x\nPlease reason step by step, and put your final answer within \\boxed{}."
-LETTER += " Please only provide the letter of the answer in the box."
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+LETTER = f"Which?\nA: x\n{BOXED} Please only provide the letter of the answer in the box."
 
 
 def test_the_prompt_with_and_without_a_chat_template(tokenizer):
     problem = data.Problem("How many?", "14")
     assert tokenizer.decode(encode_prompt(tokenizer, problem)) == "How many?\n"
     plain = tokenizer.__class__(tokenizer_object=tokenizer._tokenizer, eos_token="<eos>")
-    text = plain.decode(encode_prompt(plain, problem))
-    assert text == f"You are a helpful assistant.\n\n{PROMPT}\n\n"
-    letter = plain.decode(encode_prompt(plain, data.Problem("Which?\nA: x", "A", "letter")))
-    assert letter == f"You are a helpful assistant.\n\n{LETTER}\n\n"
+    letter = data.Problem("Which?\nA: x", "A", "letter")
+    for asked, text in (problem, f"How many?\n{BOXED}"), (letter, LETTER):
+        prompt = plain.decode(encode_prompt(plain, asked))
+        assert prompt == f"You are a helpful assistant.\n\n{text}\n\n"
 
 
 def test_the_real_chat_template(qwen_tokenizer):
