@@ -7,7 +7,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import data
 import toy
@@ -19,9 +20,8 @@ from rollout import to_group
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"  # real rows and the real Qwen3 tokenizer
-HAS_CUDA = torch.cuda.is_available()
-NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-DEVICES = ["cpu", pytest.param("cuda", marks=NO_CUDA)]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
 @pytest.fixture(autouse=True)
@@ -78,13 +78,9 @@ def script(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", [module.__file__, *arguments.split()])
         if dist.is_initialized():
             dist.destroy_process_group()
-        code = 0
-        try:
+        with pytest.raises(SystemExit) as stop:
             cli.run_script(module.main)
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return stop.value.code or 0, *capsys.readouterr()
 
     return run_it
 
@@ -111,6 +107,18 @@ def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
     shape |= dict(vocab_size=rows, tie_word_embeddings=tied, initializer_range=0.3)
     config = AutoConfig.for_model(family, **shape | settings)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def trained_tokenizer(text, pieces=".+", add_prefix_space=False):
+    """Byte-level BPE, trained on one text. No token spans two pieces."""
+    backend = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space, use_regex=False)
+    split = pre_tokenizers.Split(Regex(pieces), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=byte_level.alphabet())
+    backend.train_from_iterator([text] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def group_of(tokenizer, texts, reference, verifier="toy-rule"):

@@ -92,14 +92,11 @@ def peak_of_an_update(model_dir, path):
 
 
 def fail_on_rank_1():
-    def main():
-        run.init_ranks()
-        if dist.get_rank() == 1:
-            raise cli.InputError("the disk of this rank is gone")
-        dist.barrier()
-
-    cli.run_script(main)
+    run.init_ranks()
+    if dist.get_rank() == 1:
+        raise cli.InputError("the disk of this rank is gone")
+    dist.barrier()
 
 
 if __name__ == "__main__":
-    fail_on_rank_1()
+    cli.run_script(fail_on_rank_1)

@@ -19,17 +19,6 @@ def test_speed(script):
     assert all(line["seconds"] > 0 and line["commit"] and line["torch"] for line in lines)
 
 
-def test_the_table_of_rewards(tmp_path):
-    columns = ["pass@1 start", "pass@1 middle", "mean reward at the end", "entropy at the end"]
-    columns += ["zero-advantage groups", *(f"{p} seconds" for p in ("sample", "reward", "update"))]
-    fixed = {"name": "cer", "commit": "abc", **dict.fromkeys(columns, 0.1)}
-    lines = [fixed | {"seed": seed, "pass@1 end": end} for seed, end in ((0, 0.8), (1, 0.9))]
-    pandas.DataFrame(lines).to_csv(tmp_path / "table.csv", index=False)
-    table = compare_rewards.table(pandas.DataFrame(compare_rewards.read(tmp_path / "table.csv")))
-    assert "| `cer` | 0.10 (0.10 to 0.10) |" in table and "0.85 (0.80 to 0.90)" in table
-    assert "Seeds [0, 1], commit abc" in table
-
-
 def test_differences_are_paired_by_seed():
     """.3 and .2 for the two seeds that both have; Student's t for one degree of freedom."""
     ends = [("cer", 0, 0.8), ("cer", 1, 0.9), ("cer", 2, 0.1), ("exact", 1, 0.7), ("exact", 0, 0.5)]
@@ -51,6 +40,12 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real
     lines = pandas.read_csv(tmp_path / "table.csv")
     assert lines.name.tolist() == ["cer"] and lines.lr.tolist() == [[6e-4, 1e-5][real]]
     assert (tmp_path / "table.png").exists()
+    [line] = compare_rewards.read(tmp_path / "table.csv")
+    line |= {"pass@1 start": 0.1, "pass@1 end": 0.8, "commit": "abc"}
+    both = pandas.DataFrame([line, line | {"seed": 1, "pass@1 end": 0.9}])
+    table = compare_rewards.table(both)
+    assert "| `cer` | 0.10 (0.10 to 0.10) |" in table and "0.85 (0.80 to 0.90)" in table
+    assert "Seeds [0, 1], commit abc" in table
 
 
 def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, toy_model_dir):

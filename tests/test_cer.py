@@ -1,6 +1,7 @@
 """CER against its specification: the naive scorer, and what the paper promises on distributions
 small enough to enumerate."""
 
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -86,14 +87,6 @@ def test_scores_equal_naive_with_the_real_tokenizer(qwen_tokenizer):
     check_against_naive(tiny_model(151_936, hidden_size=16, num_hidden_layers=1), qwen_tokenizer)
 
 
-def test_other_attention_than_sdpa_is_refused(tokenizer):
-    """Eager attention would add a mask of 0s and 1s; flash-attention would ignore it."""
-    model = tiny_model(len(tokenizer))
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="sdpa"):
-        answer_logprobs(model, tokenizer, [[5]], ["14"])
-
-
 @pytest.mark.parametrize("at_once, logits", [(1024, 1024), (12, 1024), (1, 1), (40, 20)])
 def test_the_cut_into_passes_and_batches_changes_nothing(tokenizer, monkeypatch, at_once, logits):
     model = tiny_model(len(tokenizer))
@@ -128,12 +121,16 @@ def test_the_price_of_scoring(tokenizer):
     assert ours(16) < 3 * ours(1)
 
 
-def test_no_contexts_no_answers(tokenizer):
+def test_nothing_to_score_and_what_cannot_be_scored(tokenizer):
+    """Eager attention would add a mask of 0s and 1s; flash-attention would ignore it."""
     model = tiny_model(len(tokenizer))
     assert answer_logprobs(model, tokenizer, [], ["14"]).shape == (1, 0)
     assert answer_logprobs(model, tokenizer, [[5]], []).shape == (0, 1)
     with pytest.raises(ValueError, match="at least one token"):
         answer_logprobs(model, tokenizer, [[]], ["14"])
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="sdpa"):
+        answer_logprobs(model, tokenizer, [[5]], ["14"])
 
 
 def test_finished_answers_exclude_each_other(tokenizer):
@@ -164,20 +161,8 @@ def test_exact_cer_is_the_conditional_expectation_written_out():
             joint = [prior[s] * likelihood[s, a] for s in range(7)]
             expected = sum(j * likelihood[s, b] for s, j in enumerate(joint)) / sum(joint)
             assert rho[a, b] == pytest.approx(expected.item(), abs=1e-14)
-
-
-def test_a_hand_worked_example():
-    sure = exact_cer(torch.tensor([0.3, 0.7]), torch.eye(2))  # each solution knows its one answer
-    assert torch.equal(sure, torch.eye(2))
-    # Two equally likely solutions; the first always says 14, the second 14 or 15 by a coin.
-    rho = exact_cer(torch.tensor([0.5, 0.5]), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
-    assert rho[0, 0] == pytest.approx((0.5 * 1 * 1 + 0.5 * 0.5 * 0.5) / 0.75)
-    assert rho[1, 0] == pytest.approx(0.5)  # only the second solution leads to 15
-
-
-def test_an_impossible_answer_earns_nothing():
-    rho = exact_cer(torch.tensor([1.0]), torch.tensor([[1.0, 0.0]]))
-    assert rho[1].tolist() == [0.0, 0.0]
+    impossible = exact_cer(torch.tensor([1.0]), torch.tensor([[1.0, 0.0]]))[1]
+    assert impossible.tolist() == [0.0, 0.0]  # an answer that no solution leads to
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -202,14 +187,11 @@ def test_theorem_2_the_expected_reward_is_that_of_exact_match(seed):
     assert (rho >= 0).all() and (rho.sum(1) - 1).abs().max() < 1e-12
 
 
-def test_the_estimator_converges_to_exact_cer_as_M_grows():
+def test_the_estimator_converges_to_exact_cer():
     prior, likelihood = finite_distribution()
-    rho, answers, errors = exact_cer(prior, likelihood), torch.arange(5), []
-    for M in 100, 10_000, 1_000_000:
-        s = torch.multinomial(prior, M, replacement=True)
-        R = cer.cer(likelihood[s][:, answers].T.log(), likelihood[s, 2].log())
-        errors.append((R - rho[:, 2]).abs().max().item())
-    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.003
+    s = torch.multinomial(prior, 1_000_000, replacement=True)
+    R = cer.cer(likelihood[s].T.log(), likelihood[s, 2].log())
+    assert (R - exact_cer(prior, likelihood)[:, 2]).abs().max() < 0.003
 
 
 def test_cer_equals_the_matrix_formula():
@@ -218,16 +200,13 @@ def test_cer_equals_the_matrix_formula():
     assert torch.allclose(cer.cer(W.log(), P.log()), naive, atol=1e-15)
 
 
-def test_cer_keeps_proportions_far_below_the_smallest_float():
-    R = cer.cer(torch.tensor([[-2000.0, -2001.0]]), torch.tensor([0.0, -torch.inf]))
-    assert R.item() == pytest.approx(1 / (1 + torch.tensor(-1.0).exp().item()))
-
-
-def test_a_row_of_minus_infinity_gets_zero_and_nan_is_not_hidden():
-    log_W = torch.tensor([[-torch.inf, -torch.inf], [-1.0, -torch.inf], [torch.nan, 0.0]])
-    R = cer.cer(log_W, torch.tensor([-0.5, -0.1]))
-    assert R[:2].tolist() == [0.0, pytest.approx(torch.tensor(-0.5).exp().item())]
-    assert R[2].isnan()
+def test_cer_of_masked_tiny_and_broken_numbers():
+    """A row that is masked gets 0; proportions are kept far below the smallest float; nan shows."""
+    rows = [[-torch.inf, -torch.inf], [-1.0, -torch.inf], [-2000.0, -2001.0], [torch.nan, 0.0]]
+    R = cer.cer(torch.tensor(rows), torch.tensor([-0.5, -torch.inf])).tolist()
+    P = math.exp(-0.5)
+    assert R[:3] == [0.0, pytest.approx(P), pytest.approx(P / (1 + math.exp(-1)))]
+    assert math.isnan(R[3])
 
 
 def test_the_solutions_that_produced_an_answer_come_first():
@@ -240,14 +219,6 @@ def test_the_solutions_that_produced_an_answer_come_first():
             assert chosen[u, own].sum() == min(M, len(own))
     others = torch.stack([choose_solutions(3, answer_of_solution, 2)[2] for _ in range(300)]).sum(0)
     assert others[3] == 300 and (others[[0, 1, 2, 4, 5]] > 30).all()  # at random among the others
-
-
-def test_with_m_equal_n_the_mean_reward_is_that_of_p_in_expectation():
-    """Over all the answers that the N solutions lead to: mean of R = mean of P, whatever W is."""
-    W, P = torch.rand(4, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
-    W = W / W.sum(0)  # four answers are all that the six solutions lead to
-    R = cer.cer(W.log(), P.log())  # of each answer
-    assert (W.T @ R).mean() == pytest.approx(P.mean().item(), abs=1e-15)
 
 
 # ------------------------------------------------------------------------------------- one question
@@ -277,16 +248,6 @@ def test_m_1_judges_each_answer_by_a_solution_that_produced_it(tokenizer):
     R, matrices = rewards_of(tokenizer, TEXTS[:3], "seven", M=1)
     P = matrices.log_P.exp()
     assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
-
-
-def test_no_answers_and_empty_answers(tokenizer):
-    R, matrices = rewards_of(tokenizer, ["no", "box"], "7")
-    assert R.tolist() == [0, 0] and matrices.columns == []
-    texts = ["\\boxed{}", "\\boxed{7}"]
-    R, matrices = rewards_of(tokenizer, texts, "7")
-    assert R[0] == 0 and R[1] > 0 and matrices.columns == [0, 1]  # an empty box: reward 0,
-    R, _ = rewards_of(tokenizer, texts, "")
-    assert R[0] > 0  # unless the reference is empty
 
 
 def test_rewards_under_autocast_keep_fp32(tokenizer):

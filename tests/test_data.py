@@ -7,40 +7,37 @@ import data
 import toy
 from data import Problem, load_problems, split_answer
 
+BOXES = {
+    r"so \boxed{14}.": "14",
+    r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
+    r"\boxed{1} and then \boxed{2}": "2",
+    r"\boxed{1} and then \boxed{2": "1",  # the last one never closes
+    r"\boxed{\{1, 2\}}": r"\{1, 2\}",  # escaped braces are symbols
+    r"\boxed{\left\{ x \right.}": r"\left\{ x \right.",
+    r"\boxed{a \\}": r"a \\",  # an escaped backslash does not escape the brace
+    r"\boxed{a\}": None,
+    r"\boxed{\boxed{3}}": "3",
+    r"\boxed{a \boxed{3} b}": "3",
+    "\\boxed{ 14 }": " 14 ",  # never stripped
+    r"\boxed{}": "",
+    "\\boxed{two\nlines}": "two\nlines",
+    r"}} { \boxed{5}": "5",
+    r"\\boxed{5}": "5",
+    r"boxed{5}": None,
+    r"\boxed 5": None,
+    r"\fbox{5}": None,
+    "\\": None,
+    "": None,
+}
 
-@pytest.mark.parametrize(
-    "text, answer",
-    [
-        (r"so \boxed{14}.", "14"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{1} and then \boxed{2}", "2"),
-        (r"\boxed{1} and then \boxed{2", "1"),  # the last one never closes
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),  # escaped braces are symbols
-        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
-        (r"\boxed{a \\}", r"a \\"),  # an escaped backslash does not escape the brace
-        (r"\boxed{a\}", None),
-        (r"\boxed{\boxed{3}}", "3"),
-        (r"\boxed{a \boxed{3} b}", "3"),
-        ("\\boxed{ 14 }", " 14 "),  # never stripped
-        (r"\boxed{}", ""),
-        ("\\boxed{two\nlines}", "two\nlines"),
-        (r"}} { \boxed{5}", "5"),
-        (r"\\boxed{5}", "5"),
-        (r"boxed{5}", None),
-        (r"\boxed 5", None),
-        (r"\fbox{5}", None),
-        ("\\", None),
-        ("", None),
-    ],
-)
+
+@pytest.mark.parametrize("text, answer", BOXES.items())
 def test_split_answer(text, answer):
     found = split_answer(text)
-    if answer is None:
-        assert found is None
-    else:
-        offset, got = found
-        assert got == answer and text[offset] == "{"
-        assert text[:offset].endswith(r"\boxed") and text[offset + 1 :].startswith(answer + "}")
+    assert (found and found[1]) == answer
+    if found:
+        before, after = text[: found[0]], text[found[0] :]
+        assert before.endswith(r"\boxed") and after.startswith("{" + answer + "}")
 
 
 def test_split_answer_takes_linear_time():
@@ -53,26 +50,24 @@ def write(path, rows):
 
 
 def test_the_columns_of_the_hub(tmp_path):
-    rows = [
-        {"problem": "a", "solution": r"so \boxed{\frac12}"},
-        {"question": "b", "answer": " 14 "},  # never rewritten
-        {"question": "c", "answer": 27},
-        {"question": "c", "answer": 27.5},
-        {"question": "c", "answer": 0},
-        {"problem": "d", "answer": "x", "solution": r"\boxed{y}"},
-        {"question": "e", "options": ["p", "q"], "answer": "B"},
-        {"question": "f", "options": ["p", "q"], "answer": "q", "answer_letter": "B"},
-        {"question": "g", "answer": 27.0},  # a column of integers with a gap
-        {"question": "h", "answer": "", "solution": r"\boxed{7}"},
-        {"question": "i", "options": [str(i) for i in range(12)], "answer": "J"},
-        {"question": "j", "answer": 1e16},
+    rows = [  # (reference, row)
+        (r"\frac12", {"problem": "a", "solution": r"so \boxed{\frac12}"}),
+        (" 14 ", {"question": "b", "answer": " 14 "}),  # never rewritten
+        ("27", {"question": "c", "answer": 27}),
+        ("27.5", {"question": "c", "answer": 27.5}),
+        ("0", {"question": "c", "answer": 0}),
+        ("x", {"problem": "d", "answer": "x", "solution": r"\boxed{y}"}),
+        ("B", {"question": "e", "options": ["p", "q"], "answer": "B"}),
+        ("B", {"question": "f", "options": ["p", "q"], "answer": "q", "answer_letter": "B"}),
+        ("27", {"question": "g", "answer": 27.0}),  # a column of integers with a gap
+        ("7", {"question": "h", "answer": "", "solution": r"\boxed{7}"}),
+        ("J", {"question": "i", "options": [str(i) for i in range(12)], "answer": "J"}),
+        ("1" + 16 * "0", {"question": "j", "answer": 1e16}),
     ]
-    problems = load_problems(write(tmp_path / "rows.jsonl", rows))
-    references = [r"\frac12", " 14 ", "27", "27.5", "0", "x", "B", "B", "27", "7", "J"]
-    references.append("1" + 16 * "0")
-    assert [problem.reference for problem in problems] == references
-    verifiers = ["math"] * 6 + ["letter"] * 2 + ["math"] * 2 + ["letter", "math"]
-    assert [problem.verifier for problem in problems] == verifiers
+    problems = load_problems(write(tmp_path / "rows.jsonl", [row for _, row in rows]))
+    assert [problem.reference for problem in problems] == [reference for reference, _ in rows]
+    for (_, row), problem in zip(rows, problems):
+        assert problem.verifier == ("letter" if "options" in row else "math")
     assert problems[6].question == "e\nA: p\nB: q"
     assert problems[10].question.endswith("\nI: 8\nJ: 9")  # at most ten options
 
@@ -95,20 +90,14 @@ def test_rows_without_a_reference_are_left_out_and_counted(tmp_path, capsys):
     assert "left out 2 of 3 rows (row 1: the answer is not the letter of an option" in said
 
 
+FORMULAS = ["14", r"\frac{1}{2}", "x+1", r"14 \text{ cm}", r"\begin{pmatrix} 1 \end{pmatrix}"]
+WORDS = ["Paris", "NH_3", "1000 km", "20 July 1969"]
+
+
 @pytest.mark.parametrize(
-    "references, verifier",
-    [
-        (
-            ["14", r"\frac{1}{2}", "x+1", r"14 \text{ cm}", r"\begin{pmatrix} 1 \end{pmatrix}"],
-            "math",
-        ),
-        (["Paris", "NH_3", "1000 km", "20 July 1969"], "text"),
-        (["1789-1799", "cold"], "text"),
-    ],
+    "references, verifier", [(FORMULAS, "math"), (WORDS, "text"), (["1789-1799", "cold"], "text")]
 )
-def test_a_file_is_verified_as_mathematics_if_its_references_look_like_it(
-    tmp_path, references, verifier
-):
+def test_a_file_of_formulas_is_verified_as_mathematics(tmp_path, references, verifier):
     rows = [{"question": "q", "answer": answer} for answer in references]
     problems = load_problems(write(tmp_path / "rows.jsonl", rows))
     assert {problem.verifier for problem in problems} == {verifier}
@@ -135,9 +124,8 @@ def test_webinstruct_is_cut_as_in_the_paper(monkeypatch):
 
 
 def test_the_papers_data_sets_have_names():
-    training, math = {"math7.5k", "webinstruct"}, {"math500", "amc23", "aime24", "aime25"}
-    assert training | math | {"mmlu-pro", "supergpqa"} == set(data.HUB)
-    assert set(data.TOY) == {"toy", "toy-test"}
+    names = "toy toy-test math7.5k webinstruct math500 amc23 aime24 aime25 mmlu-pro supergpqa"
+    assert [*data.TOY, *data.HUB] == names.split()
 
 
 def test_the_real_rows(shared_data):
@@ -153,17 +141,13 @@ def test_the_real_rows(shared_data):
 # ------------------------------------------------------------------------------------------ the toy
 
 
-def test_the_toys_held_out_problems_are_not_trained_on():
+def test_the_toys_problems():
     train, test = load_problems("toy"), load_problems("toy-test")
     assert len(train) == 2000 and len(test) == 200
     assert not {p.question for p in train} & {p.question for p in test}
     assert train == load_problems("toy")
-
-
-def test_the_toys_references_come_in_all_forms():
-    answers = {p.reference for p in load_problems("toy")}
-    for sign in "it is", "in total", "eggs", "14", "fourteen":
-        assert any(sign in answer for answer in answers)
+    for form in "it is", "in total", "eggs", "14", "fourteen":  # references come in all forms
+        assert any(form in problem.reference for problem in train)
 
 
 def test_the_toys_ground_truth_reads_every_form():

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import on_devices, tiny_model
-from measure import prompts_that_end
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from conftest import on_devices, tiny_model, trained_tokenizer
+from measure import SHAPES, prompts_that_end
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -40,20 +40,11 @@ def test_special_tokens_spell_nothing_and_their_names_are_text(qwen_tokenizer):
     assert vocab.join(vocab.encode("{<|im_end|>")) == b"{<|im_end|>"
 
 
-def trained_tokenizer(**byte_level):
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(use_regex=False, **byte_level)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(["\\boxed{"] * 9, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
 def test_tokenizers_that_cannot_be_scored_are_refused():
     with pytest.raises(ValueError, match="does not give .* back"):
-        vocabulary(trained_tokenizer(add_prefix_space=True))
+        vocabulary(trained_tokenizer(r"\boxed{", add_prefix_space=True))
     with pytest.raises(ValueError, match="merges 'boxed' and '{'"):
-        vocabulary(trained_tokenizer(add_prefix_space=False))
+        vocabulary(trained_tokenizer(r"\boxed{"))
     whole_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"so": 0})))
     with pytest.raises(ValueError, match="only byte-level tokenizers"):
         vocabulary(whole_words)
@@ -107,17 +98,12 @@ def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_pa
     stop = tokenizer.eos_token_id
     penalties = dict(repetition_penalty=1.5, top_k=20, temperature=0.3, no_repeat_ngram_size=2)
     settings = dict(do_sample=True, eos_token_id=[stop, 7], **penalties)
-    directory = save(tmp_path, tiny_model(len(tokenizer) + 5), tokenizer, **settings)
-    model, _ = policy.load(directory, "cpu")
+    padded = tiny_model(2 * len(tokenizer), initializer_range=0.02)
+    model, _ = policy.load(save(tmp_path, padded, tokenizer, **settings), "cpu")
     assert model.generation_config.repetition_penalty in (None, 1.0)
     assert model.generation_config.eos_token_id == sorted({stop, 7})  # its stop ids are kept
-
-
-def test_rows_that_spell_no_token_are_never_sampled(tokenizer, tmp_path):
-    directory = save(tmp_path, tiny_model(2 * len(tokenizer), initializer_range=0.02), tokenizer)
-    model, _ = policy.load(directory, "cpu")
     rows, _ = generate(model, [[5, 6]] * 64, max_new_tokens=8)
-    assert max(i for row in rows for i in row) < len(tokenizer)
+    assert max(i for row in rows for i in row) < len(tokenizer)  # others spell no token
 
 
 @pytest.fixture
@@ -156,19 +142,13 @@ def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch, piece, fit
     assert len(set(map(len, rows))) > 1
 
 
-def test_finished_rows_cost_nothing(loaded, monkeypatch):
+def test_finished_rows_cost_nothing(loaded):
     """What is decoded, in rows times steps, for lengths as training sees them (log-normal, cut at 4
     times the mean): at least 1.5 times less than with one call that ends when the last row does."""
     rng, decoded = random.Random(0), []
     lengths = [min(64, max(1, round(rng.lognormvariate(2.53, 0.7)))) for _ in range(64)]
-    with prompts_that_end(lengths) as prompts, monkeypatch.context() as inner:
-
-        class Counts(sampling.EntropyProbe):
-            def __call__(self, ids, logits):
-                decoded.append(len(ids))
-                return super().__call__(ids, logits)
-
-        inner.setattr(sampling, "EntropyProbe", Counts)
+    loaded.lm_head.register_forward_hook(lambda *args: decoded.append(len(args[2])))
+    with prompts_that_end(lengths) as prompts:
         rows, _ = generate(loaded, prompts, 64, piece=8, temperature=0)
     assert [len(row) for row in rows] == lengths
     assert 1.5 * sum(decoded) < 64 * max(lengths)
@@ -210,19 +190,18 @@ def test_a_closed_box_is_an_answer_also_where_the_text_was_cut_off(tokenizer):
     assert group.solution_lengths[2] == len(completions[2])
 
 
-PROMPT = "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."
-LETTER = "Which?\nA: x\nPlease reason step by step, and put your final answer within \\boxed{}."
-LETTER += " Please only provide the letter of the answer in the box."
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+LETTER = f"Which?\nA: x\n{BOXED} Please only provide the letter of the answer in the box."
 
 
 def test_the_prompt_with_and_without_a_chat_template(tokenizer):
     problem = data.Problem("How many?", "14")
     assert tokenizer.decode(encode_prompt(tokenizer, problem)) == "How many?\n"
     plain = tokenizer.__class__(tokenizer_object=tokenizer._tokenizer, eos_token="<eos>")
-    text = plain.decode(encode_prompt(plain, problem))
-    assert text == f"You are a helpful assistant.\n\n{PROMPT}\n\n"
-    letter = plain.decode(encode_prompt(plain, data.Problem("Which?\nA: x", "A", "letter")))
-    assert letter == f"You are a helpful assistant.\n\n{LETTER}\n\n"
+    letter = data.Problem("Which?\nA: x", "A", "letter")
+    for asked, text in (problem, f"How many?\n{BOXED}"), (letter, LETTER):
+        prompt = plain.decode(encode_prompt(plain, asked))
+        assert prompt == f"You are a helpful assistant.\n\n{text}\n\n"
 
 
 def test_the_real_chat_template(qwen_tokenizer):
@@ -236,44 +215,39 @@ def test_the_real_chat_template(qwen_tokenizer):
 # ------------------------------------------------------------------------------------------- policy
 
 
-@pytest.mark.parametrize(
-    "config, says",
-    [
-        (dict(family="mistral", sliding_window=8), "no sliding window"),
-        (dict(family="bert", is_decoder=True), "bert is an encoder"),
-        (dict(attention_dropout=0.1), "dropout must be 0"),
-        (dict(vocab_size=50), "more than the model has embeddings"),
-    ],
-)
-def test_models_that_would_be_scored_wrongly_are_refused(tokenizer, tmp_path, config, says):
-    rows = config.pop("vocab_size", len(tokenizer))
-    save(tmp_path, tiny_model(rows, **config), tokenizer)
+REFUSED = {
+    "no sliding window": dict(family="mistral", sliding_window=8),
+    "bert is an encoder": dict(family="bert", is_decoder=True),
+    "dropout must be 0": dict(attention_dropout=0.1),
+    "more than the model has embeddings": dict(vocab_size=50),
+}
+
+
+@pytest.mark.parametrize("says, config", REFUSED.items())
+def test_models_that_would_be_scored_wrongly_are_refused(tokenizer, tmp_path, says, config):
+    save(tmp_path, tiny_model(len(tokenizer), **config), tokenizer)
     with pytest.raises(InputError, match=says):
         policy.load(tmp_path, "cpu")
 
 
-QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728, head_dim=128)
-QWEN3_4B |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=151_936)
+PLANS = [  # GB of the card, ranks, flags -> (tokens, offloaded), or what is refused
+    (141, 1, {}, (16_384, False)),
+    (83, 1, {}, (9_625, False)),
+    (40, 1, {}, (16_384, True)),
+    (24, 1, {}, "with 6144 .* about 25.2 GB beside the actor, and 16 GB are free: use more"),
+    (10, 1, {}, "with 6144 .* about 25.2 GB beside the actor, and 1.96 GB are free: use more"),
+    (83, 2, {}, (16_384, False)),
+    (141, 1, dict(cpu_offload=True), (16_384, True)),
+    (141, 1, dict(microbatch_tokens=5_000), (6_144, False)),
+    (83, 1, dict(microbatch_tokens=16_384), (16_384, True)),
+    (34, 1, dict(microbatch_tokens=16_384), "with 16384 .* use --microbatch-tokens 6144"),
+]
 
 
-@pytest.mark.parametrize(
-    "card, ranks, flags, says",
-    [
-        (141, 1, {}, (16_384, False)),
-        (83, 1, {}, (9_625, False)),
-        (40, 1, {}, (16_384, True)),
-        (24, 1, {}, "with 6144 .* about 25.2 GB beside the actor, and 16 GB are free: use more"),
-        (10, 1, {}, "with 6144 .* about 25.2 GB beside the actor, and 1.96 GB are free: use more"),
-        (83, 2, {}, (16_384, False)),
-        (141, 1, dict(cpu_offload=True), (16_384, True)),
-        (141, 1, dict(microbatch_tokens=5_000), (6_144, False)),
-        (83, 1, dict(microbatch_tokens=16_384), (16_384, True)),
-        (34, 1, dict(microbatch_tokens=16_384), "with 16384 .* use --microbatch-tokens 6144"),
-    ],
-)
+@pytest.mark.parametrize("card, ranks, flags, says", PLANS)
 def test_the_policy_is_fitted_into_the_memory_that_is_free(monkeypatch, card, ranks, flags, says):
     """Qwen3-4B's shape, rows of 6,144 tokens (the paper's lengths), the actor's 8 GB taken."""
-    config = Qwen3Config(**QWEN3_4B, tie_word_embeddings=True, dtype=torch.bfloat16)
+    config = Qwen3Config(**SHAPES["qwen3-4b"], dtype=torch.bfloat16)
     with torch.device("meta"):
         actor = AutoModelForCausalLM.from_config(config)
         actor.tie_weights()
@@ -292,26 +266,19 @@ def test_the_policy_is_fitted_into_the_memory_that_is_free(monkeypatch, card, ra
         assert f"{tokens:,} tokens in a micro-batch" in sentence
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 1024])
-def test_chunked_logprobs_equal_the_log_softmax(chunk):
-    hidden = torch.randn(21, 16, requires_grad=True)
-    lm_head = torch.nn.Linear(16, 50, bias=False)
-    targets = torch.randint(50, (21,))
+@pytest.mark.parametrize("chunk, chunks", [(1, 21), (5, 5), (1024, 1)])
+def test_chunked_logprobs_equal_the_log_softmax(chunk, chunks):
+    """No more than a chunk's logits are made at a time: in the forward pass, and again backward."""
+    hidden, targets = torch.randn(21, 16, requires_grad=True), torch.randint(50, (21,))
+    lm_head, made = torch.nn.Linear(16, 50, bias=False), []
     naive = lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    lm_head.register_forward_hook(lambda module, inputs, logits: made.append(len(logits)))
     fast = policy.token_logprobs(hidden, lm_head, targets, chunk)
     assert torch.allclose(fast, naive, atol=1e-6)
     grads = [torch.autograd.grad(x.square().sum(), [hidden, lm_head.weight]) for x in (naive, fast)]
     for a, b in zip(*grads):
         assert torch.allclose(a, b, atol=1e-4)
-
-
-def test_the_logits_of_long_rows_are_never_all_held():
-    """The largest tensor that is made, in numbers: a chunk's logits, however long the row."""
-    lm_head, largest = torch.nn.Linear(16, 4_000, bias=False), []
-    lm_head.register_forward_hook(lambda module, inputs, logits: largest.append(logits.numel()))
-    hidden, ids = torch.randn(4096, 16, requires_grad=True), torch.zeros(4096).long()
-    policy.token_logprobs(hidden, lm_head, ids, chunk=256).sum().backward()
-    assert max(largest) == 256 * 4_000 and len(largest) == 2 * 16  # forward, and again backward
+    assert max(made) <= chunk and len(made) == 2 * chunks
 
 
 @on_devices

@@ -52,13 +52,7 @@ def run(tmp_path):
     shutil.copy(tmp_path / "a" / "config.json", tmp_path / "e")
     (tmp_path / "e" / "metrics.jsonl").touch()
     (tmp_path / "e" / "samples.jsonl").touch()
-    nothing = GROUP | {
-        "answers": [None] * 6,
-        "R": [0.0] * 6,
-        "columns": [],
-        "log_W": [],
-        "log_P": [],
-    }
+    nothing = GROUP | dict(answers=[None] * 6, R=[0.0] * 6, columns=[], log_W=[], log_P=[])
     (tmp_path / "d" / "samples.jsonl").write_text(json.dumps(nothing) + "\n")
     return tmp_path
 

@@ -12,37 +12,7 @@ import rewards
 import toy
 import verifiers
 from rewards import REWARDS
-from verifiers import same_text, verdict
-
-
-def reward(name, group, **models):
-    R, records = REWARDS[name]([group], **models)
-    return R[0], records[0]
-
-
-TEXTS = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{2}", r"\boxed{1/2", "0.5"]
-
-
-def test_exact_match_is_verbatim(tokenizer):
-    group = group_of(tokenizer, TEXTS, r"\frac{1}{2}")
-    assert reward("exact", group)[0].tolist() == [1, 0, 0, 0, 0]
-    spaced = group_of(tokenizer, [r"\boxed{ 14 }", r"\boxed{14}"], "14")
-    assert reward("exact", spaced)[0].tolist() == [0, 1]
-
-
-def test_rule_accepts_equal_values_and_nothing_without_a_box(tokenizer):
-    R, record = reward("rule", group_of(tokenizer, TEXTS, r"\frac{1}{2}", "math"))
-    assert R.tolist() == [1, 1, 0, 0, 0]
-    assert record["verdicts"] == ["right", "right", "wrong", None, None]
-
-
-def test_rule_on_letters_and_on_the_toy(tokenizer):
-    letters = group_of(tokenizer, [r"\boxed{B}", r"\boxed{A}", r"\boxed{B.}"], "B", "letter")
-    assert reward("rule", letters)[0].tolist() == [1, 0, 0]
-    numbers = group_of(tokenizer, [r"\boxed{14 eggs}", r"\boxed{fourteen}"], "it is 14")
-    assert reward("rule", numbers)[0].tolist() == [1, 0]
-    for answer in numbers.answers:  # the ground truth knows words too
-        assert verdict(data.Problem("q", "it is 14", "toy-truth"), answer) == "right"
+from verifiers import verdict
 
 
 @pytest.mark.parametrize("verifier", verifiers.VERIFIERS)
@@ -52,50 +22,42 @@ def test_a_verifier_accepts_the_reference_and_nothing_without_a_box(verifier):
     assert verdict(problem, None) is None
 
 
-@pytest.mark.parametrize(
-    "reference, answer, expected",
-    [
-        ("14", "14", "right"),
-        (r"\frac{1}{2}", r"\dfrac12", "right"),
-        ("x+1", "1+x", "right"),
-        ("14", r"14 \text{ cm}", "right"),
-        ("14", "15", "wrong"),
-        ("14", "", "unparsed"),
-    ],
-)
-def test_math_verify_as_the_authors_set_it_up(reference, answer, expected):
-    assert verdict(data.Problem("q", reference), answer) == expected
+VERDICTS = [
+    ("math", r"\frac{1}{2}", r"\dfrac12", "right"),  # as the authors set it up
+    ("math", r"\frac{1}{2}", "0.5", "right"),
+    ("math", "x+1", "1+x", "right"),
+    ("math", "14", r"14 \text{ cm}", "right"),
+    ("math", "14", "15", "wrong"),
+    ("math", "14", "", "unparsed"),
+    ("letter", "B", "B.", "wrong"),
+    ("text", "paris", "Paris.", "right"),  # case, spaces, and punctuation at the ends
+    ("text", "New York", " new  york ", "right"),
+    ("text", "clod", "cold", "wrong"),
+    ("text", "eF", "Fe", "wrong"),
+    ("text", "1000 km", "1000 m", "wrong"),
+    ("text", "-10", "1789-1799", "wrong"),
+    ("text", "NH3", "NH_3", "wrong"),  # nothing clever
+    ("text", "5", "-5", "wrong"),  # a sign is no punctuation
+    ("toy-rule", "it is 14", "14 eggs", "right"),
+    ("toy-rule", "it is 14", "fourteen", "wrong"),
+    ("toy-truth", "it is 14", "fourteen", "right"),  # it knows words too
+]
 
 
-@pytest.mark.parametrize(
-    "text, reference, right",
-    [
-        (r"first \boxed{7}, no: \boxed{14}.", "14", 1),
-        (r"first \boxed{7}, then \boxed{14}.", "7,14", 0),
-        (r"so \boxed{14}" + " and so on" * 99, "14", 1),
-    ],
-)
-def test_the_rule_sees_the_last_box_alone(tokenizer, text, reference, right):
+@pytest.mark.parametrize("verifier, reference, answer, said", VERDICTS)
+def test_verdicts(verifier, reference, answer, said):
+    assert verdict(data.Problem("q", reference, verifier), answer) == said
+
+
+def test_the_rule_sees_the_last_box_alone(tokenizer):
     """In a longer text math-verify joins neighbouring boxes."""
-    group = group_of(tokenizer, [text], reference, "math")
-    assert reward("rule", group)[0].tolist() == [right]
-
-
-@pytest.mark.parametrize(
-    "answer, reference, same",
-    [
-        ("Paris.", "paris", True),
-        (" new  york ", "New York", True),
-        ("cold", "clod", False),
-        ("Fe", "eF", False),
-        ("1000 m", "1000 km", False),
-        ("1789-1799", "-10", False),
-        ("NH_3", "NH3", False),  # nothing clever
-        ("-5", "5", False),  # a sign is no punctuation
-    ],
-)
-def test_plain_text_forgives_case_spaces_and_punctuation_at_the_ends(answer, reference, same):
-    assert same_text(answer, reference) == same
+    texts = [r"first \boxed{7}, no: \boxed{14}.", r"so \boxed{14}" + " and so on" * 99]
+    texts += [r"\boxed{14}, no: \boxed{7}.", r"\boxed{14", "14"]
+    R, [record] = REWARDS["rule"]([group_of(tokenizer, texts, "14", "math")])
+    assert R.tolist() == [[1, 1, 0, 0, 0]]
+    assert record["verdicts"] == ["right", "right", "wrong", None, None]
+    joined = group_of(tokenizer, [r"first \boxed{7}, then \boxed{14}."], "7,14", "math")
+    assert REWARDS["rule"]([joined])[0].tolist() == [[0]]
 
 
 def test_time_outs_are_counted_apart(monkeypatch):
@@ -137,11 +99,12 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
         return ["right" if "14" in answer else "undecided" for _, _, answer in triples]
 
     monkeypatch.setattr(rewards, "ask", ask)
-    groups = [group_of(tokenizer, random_texts(rng, a_star), a_star) for _ in range(4)]
+    texts = [["no box"] * 6] + [random_texts(rng, a_star) for _ in range(4)]
+    groups = [group_of(tokenizer, of_group, a_star) for of_group in texts]
     R, seen = {}, set()
     for name, function in REWARDS.items():
         R[name], _ = function(groups, actor=model, tokenizer=tokenizer, M=6, verifier=None)
-        assert R[name].shape == (4, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
+        assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
 
     for k, group in enumerate(groups):
         found = [data.split_answer(text) for text in group.texts]
@@ -176,17 +139,17 @@ def test_the_verifier_is_asked_in_the_words_it_was_trained_on(shared_data):
     assert rewards.VERIFIER_PROMPT == words
 
 
-@pytest.mark.parametrize(
-    "output, says",
-    [
-        ("\n\nBoth fractions equal one half.\n\nFinal Decision: Yes", "right"),
-        (" The student gives 15 where the truth is 14. Final Decision: No<|im_end|>", "wrong"),
-        ("Final Decision: Yes\n\nUser: ### Question: next", "right"),
-        (" If correct, the decision would be Yes. To decide, we", "undecided"),  # cut off
-        ("final decision: yes", "undecided"),  # its exact words count
-        ("", "undecided"),
-    ],
-)
+DECISIONS = {
+    "\n\nBoth fractions equal one half.\n\nFinal Decision: Yes": "right",
+    " The student gives 15 where the truth is 14. Final Decision: No<|im_end|>": "wrong",
+    "Final Decision: Yes\n\nUser: ### Question: next": "right",
+    " If correct, the decision would be Yes. To decide, we": "undecided",  # cut off
+    "final decision: yes": "undecided",  # its exact words count
+    "": "undecided",
+}
+
+
+@pytest.mark.parametrize("output, says", DECISIONS.items())
 def test_the_verifiers_decision_is_read(output, says):
     assert rewards.decision(output) == says
 

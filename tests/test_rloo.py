@@ -1,25 +1,19 @@
+import itertools
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import group_of, on_devices, tiny_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from conftest import group_of, on_devices, tiny_model, trained_tokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+import rloo
 import toy
 from data import Problem
 from engine import policy
 from engine.tokens import vocabulary
-from rloo import (
-    TrainingRow,
-    leave_one_out,
-    microbatches,
-    policy_gradient_loss,
-    rloo_rows,
-    update,
-    verifree_rows,
-)
+from rloo import TrainingRow, leave_one_out, microbatches, rloo_rows, update, verifree_rows
 from rollout import to_group
 
 
@@ -27,6 +21,8 @@ def test_each_sample_is_compared_with_the_mean_of_the_others():
     assert leave_one_out(torch.tensor([1.0, 0.0, 0.5])).tolist() == [0.75, -0.75, 0.0]
     R = torch.rand(16, dtype=torch.float64)
     assert torch.allclose(leave_one_out(R), (R - R.mean()) * 16 / 15)
+    with pytest.raises(ValueError, match="at least 2"):
+        leave_one_out(R[:1])
 
 
 def test_rewards_of_long_references_have_advantages_and_rounding_has_none():
@@ -36,43 +32,29 @@ def test_rewards_of_long_references_have_advantages_and_rounding_has_none():
         assert not leave_one_out(torch.full((16,), same)).any()
 
 
-def test_one_sample_has_no_baseline():
-    with pytest.raises(ValueError, match="at least 2"):
-        leave_one_out(torch.tensor([1.0]))
-
-
 def test_the_baseline_is_independent_of_the_sample_so_the_gradient_is_unbiased():
     """E[A_i grad log pi(i)] over all draws of N samples equals the gradient of the mean reward."""
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     reward = torch.tensor([1.0, 0.0, 0.4], dtype=torch.float64)
-    true = torch.autograd.grad(logits.softmax(0) @ reward, logits)[0]
-    logp, expected = logits.log_softmax(0), torch.zeros(3, dtype=torch.float64)
-    for i in range(3):
-        for j in range(3):  # N = 2
-            draw = torch.tensor([i, j])
-            weights = leave_one_out(reward[draw]) / 2
-            grad = torch.autograd.grad(
-                -policy_gradient_loss(logp[draw], weights), logits, retain_graph=True
-            )[0]
-            expected += logp[draw].sum().exp().detach() * grad
+    [true] = torch.autograd.grad(logits.softmax(0) @ reward, logits)
+    logp, loss = logits.log_softmax(0), 0.0
+    for draw in map(list, itertools.product(range(3), repeat=2)):  # N = 2
+        probability, weights = logp[draw].sum().exp().detach(), leave_one_out(reward[draw]) / 2
+        loss = loss + probability * rloo.policy_gradient_loss(logp[draw], weights)
+    [expected] = torch.autograd.grad(-loss, logits)
     assert torch.allclose(expected, true, atol=1e-12)
 
 
-def test_a_clipped_ratio_would_change_nothing():
+def test_rewards_are_constants_and_a_clipped_ratio_would_change_nothing():
     """One update per batch on the weights that sampled it: the ratio is 1 and PPO's gradient is
     RLOO's, which is why there is no pass for old log-probabilities."""
-    logp = torch.randn(8, dtype=torch.float64, requires_grad=True)
-    A = leave_one_out(torch.rand(8, dtype=torch.float64))
-    plain = torch.autograd.grad(policy_gradient_loss(logp, A), logp)[0]
+    logp, R = (torch.rand(8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    A = leave_one_out(R)
+    rloo.policy_gradient_loss(logp, A).backward()
+    assert R.grad is None
     ratio = (logp - logp.detach()).exp()
     clipped = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
-    assert torch.equal(torch.autograd.grad(-clipped.sum(), logp)[0], plain)
-
-
-def test_no_gradient_reaches_the_weights():
-    logp, weights = torch.randn(3, requires_grad=True), torch.rand(3, requires_grad=True)
-    policy_gradient_loss(logp, weights).backward()
-    assert weights.grad is None and torch.equal(logp.grad, -weights.detach())
+    assert torch.equal(torch.autograd.grad(-clipped.sum(), logp)[0], logp.grad)
 
 
 # --------------------------------------------------------------- the gradient that the update takes
@@ -152,59 +134,35 @@ def test_the_update_takes_the_gradient_of_the_formula(
 
 
 def test_verifree_closes_the_box_as_the_model_does():
-    """A tokenizer that merges the brace with what follows, and a model that closes its box with the
-    merged token nine times in ten. The step's direction against the gradient of pi(a*|s), summed
-    over all closing tokens; with a bare "}" in every row the cosine is far lower."""
-    tokenizer = merging_tokenizer()
-    vocab, model = vocabulary(tokenizer), tiny_model(len(tokenizer), initializer_range=0.1)
-    context = vocab.encode("q: so \\boxed")
-    ends = {"}\n$$": 0.9, "}": 0.1}
-    endings = [(vocab.encode(f"{{{a}{end}"), p) for a in (14, 41, 4) for end, p in ends.items()]
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        logps = [p * naive_logprobs(model, context + e)[-len(e) :].sum() for e, p in endings]
-        optimizer.zero_grad()
-        (-sum(logps)).backward()
-        optimizer.step()
+    """A tokenizer that merges the brace with what follows, and a model that prefers the merged
+    token. The step's direction against the gradient of pi(a*|s), summed over all closing tokens;
+    with a bare "}" in every row the cosine is far lower."""
+    pieces = r"\\boxed|\{|\}\n*|\d|\$|[^{}\\\d$]+"
+    tokenizer = trained_tokenizer("q: so \\boxed{14}\n$$", pieces)
+    vocab, model = vocabulary(tokenizer), tiny_model(len(tokenizer), seed=1)
+    context, spelled = vocab.encode("q: so \\boxed"), vocab.encode("{14")
+    [bare], closers = vocab.encode("}"), vocab.beginning_with(b"}")
+
+    def log_pi(closer):
+        return naive_logprobs(model, context + spelled + [closer])[len(context) - 1 :].sum()
 
     def direction(objective):
-        gradients = torch.autograd.grad(objective, list(model.parameters()), allow_unused=True)
-        return flat(g if g is not None else torch.zeros(1) for g in gradients)
+        weights = list(model.parameters())
+        return flat(torch.autograd.grad(objective, weights, materialize_grads=True))
 
-    spelled = vocab.encode("{14")
-    closers = vocab.beginning_with(b"}")
-    closed = [naive_logprobs(model, context + spelled + [v])[-len(spelled) - 1 :] for v in closers]
-    pi = torch.stack(closed).sum(1).exp()  # by each token that begins with the brace
-    bare = pi[closers.index(vocab.encode("}")[0])] / pi.sum()
-    assert bare < 0.2 and 0.2 < pi.sum() < 0.5
-    true = direction(pi.sum())
-
-    prompt, box = context[:-2], context[-2:]
+    pi = torch.stack([log_pi(closer) for closer in closers]).exp()
+    assert pi[closers.index(bare)] < 0.2 * pi.sum()
     draws = torch.multinomial(pi.detach(), 64, replacement=True).tolist()
+    prompt, box = context[:-2], context[-2:]
     completions = [box + spelled + [closers[draw]] for draw in draws]
     group = to_group(tokenizer, [], Problem("q", "14"), prompt, completions, [0.0] * 64)
     assert group.answers == ["14"] * 64
-    R = torch.full((64,), pi.sum().item())
-    rows = verifree_rows(group, R, torch.zeros(64), tokenizer)
+    rows = verifree_rows(group, torch.ones(64), torch.zeros(64), tokenizer)
     terms = [naive_logprobs(model, row.ids) @ torch.tensor(row.weights[1:]) for row in rows]
-    step = direction(torch.stack(terms).mean())
-    naive = direction(
-        naive_logprobs(model, context + vocab.encode("{14}"))[-len(spelled) - 1 :].sum()
-    )
-    cosines = [F.cosine_similarity(true, g, dim=0).item() for g in (step, naive)]
+    true, ours, naive = map(direction, (pi.sum().log(), torch.stack(terms).mean(), log_pi(bare)))
+    cosines = [F.cosine_similarity(true, g, dim=0).item() for g in (ours, naive)]
     print(f"\ncosine {cosines[0]:.3f}; with a bare brace {cosines[1]:.3f}")
     assert cosines[0] > 0.95 and cosines[1] < 0.9
-
-
-def merging_tokenizer():
-    backend = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(r"\\boxed|\{|\}\n*|\d|\$|[^{}\\\d$]+"), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=byte_level.alphabet())
-    backend.train_from_iterator(["q: so \\boxed{14}\n$$"] * 9, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def example_rows(rows=13, vocabulary_size=64):
@@ -231,44 +189,28 @@ def test_the_policy_has_the_gradient_of_the_formula_in_every_layout(device, fami
     assert error < (1e-4 if device == "cpu" else 0.05)
 
 
-def test_a_batch_of_zero_advantage_groups_has_a_gradient_of_zero(tokenizer):
-    sharded = policy.Policy(tiny_model(len(tokenizer)))
-    before = [p.full_tensor().clone() for p in sharded.parameters()]
-    nothing = torch.zeros(4)
-    rows = rloo_rows(group_of(tokenizer, TEXTS, "7"), nothing, nothing, tokenizer)
-    sgd = torch.optim.SGD(sharded.parameters(), lr=1.0)
-    assert update(sharded, sgd, rows, 1.0, 64) == (0.0, 0.0)
-    assert all(torch.equal(b, p.full_tensor()) for b, p in zip(before, sharded.parameters()))
+@pytest.mark.parametrize("weight", [0.0, 1.0, float("inf"), float("nan")])
+def test_an_update_without_a_gradient_or_without_a_finite_one_changes_nothing(weight):
+    model, rows = policy.Policy(tiny_model(64)), []
+    for row in example_rows():
+        rows.append(TrainingRow(row.ids, [0.0, *(weight * w for w in row.weights[1:])]))
+    before = flat(p.full_tensor().clone() for p in model.parameters())
+    loss, grad_norm = update(model, torch.optim.SGD(model.parameters()), rows, 1e-2, 64)
+    after = flat(p.full_tensor() for p in model.parameters())
+    assert torch.equal(before, after) == (weight != 1.0)
+    assert math.isfinite(grad_norm) == math.isfinite(weight)
+    assert weight != 0.0 or (loss, grad_norm) == (0.0, 0.0)
 
 
-def test_an_update_that_is_not_finite_is_skipped():
-    model = policy.Policy(tiny_model(64))
-    for weight in float("inf"), float("nan"), 1.0:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        rows = [
-            TrainingRow(row.ids, [weight * w if w else 0.0 for w in row.weights])
-            for row in example_rows()
-        ]
-        before = [p.full_tensor().clone() for p in model.parameters()]
-        _, grad_norm = update(model, optimizer, rows, 1e-2, 64)
-        same = all(torch.equal(b, p.full_tensor()) for b, p in zip(before, model.parameters()))
-        assert same == (weight != 1.0) and torch.tensor(grad_norm).isfinite() == (weight == 1.0)
-
-
-def test_microbatches_keep_to_the_budget_and_waste_little():
-    rows = example_rows(200)
-    made = list(microbatches(rows, 100))
-    assert all(ids.numel() <= 100 or len(ids) == 1 for ids, _ in made)
-    padded, real = sum(ids.numel() for ids, _ in made), sum(len(row.ids) for row in rows)
-    assert padded < 1.1 * real
-
-
-def test_every_rank_runs_equally_many_microbatches(monkeypatch):
-    rows, world, shares = example_rows(50), 3, []
+def test_every_rank_runs_equally_many_microbatches_within_the_budget(monkeypatch):
+    rows, world, shares = example_rows(200), 3, []
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     for rank in range(world):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        shares.append(list(microbatches(rows, 60)))
+        shares.append(list(microbatches(rows, 50)))
     assert len({len(share) for share in shares}) == 1
-    dealt = sorted(w for share in shares for _, batch in share for w in batch.flatten().tolist())
-    assert [w for w in dealt if w] == sorted(w for row in rows for w in row.weights if w)
+    made = [batch for share in shares for batch in share]
+    assert all(ids.numel() <= 50 or len(ids) == 1 for ids, _ in made)
+    assert sum(ids.numel() for ids, _ in made) < 1.1 * sum(len(row.ids) for row in rows)
+    dealt = sorted(w for _, weights in made for w in weights.flatten().tolist() if w)
+    assert dealt == sorted(w for row in rows for w in row.weights if w)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from conftest import HAS_CUDA, on_devices, tiny_model, written_by
+from conftest import needs_cuda, on_devices, tiny_model, written_by
 from processes import HERE, finish, peak_of_an_update, start, start_ranks, train_in, two_updates
 from test_rloo import example_rows
 from transformers import AutoModelForCausalLM
@@ -56,11 +56,10 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, toy_model_dir):
         finish(start_ranks(world, train_in, tmp_path, f"--out run --resume --steps {steps}"))
     assert [line["step"] for line in read_rows(run / "metrics.jsonl")] == [*range(7)]
     finish([start(train_in, tmp_path, f"{flags.replace('--out run', '--out alone')} 6")])
-    moved, alone = (
-        [(line["step"], line["question"]) for line in read_rows(tmp_path / name / "samples.jsonl")]
-        for name in ("run", "alone")
-    )
-    first = [dict(reversed(lines)) for lines in (moved, alone)]  # rank 0's first question of a step
+    first = []  # rank 0's first question of each step
+    for name in "run", "alone":
+        lines = read_rows(tmp_path / name / "samples.jsonl")
+        first.append({line["step"]: line["question"] for line in reversed(lines)})
     assert len(first[0]) == 6 and first[0] == first[1]  # the data order is that of one rank
 
 
@@ -186,7 +185,7 @@ def test_three_skipped_updates_in_a_row_end_the_run(tmp_path, toy_model_dir):
 # ----------------------------------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@needs_cuda
 @pytest.mark.parametrize("offload", ["", "--cpu-offload"])
 def test_cuda_trains_the_toy_in_mixed_precision(tmp_path, toy_model_dir, offload):
     flags = f"--model {toy_model_dir} {FLAGS} --steps 3 --out run {offload}"
@@ -198,7 +197,7 @@ def test_cuda_trains_the_toy_in_mixed_precision(tmp_path, toy_model_dir, offload
     assert all((after[name].float() - before[name]).abs().max() < 0.1 for name in before)
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@needs_cuda
 def test_cuda_memory_stays_within_a_tenth_of_the_estimate(tmp_path):
     """The estimate of memory_needed against the peak of an update on the smallest Qwen3's shape."""
     shape = dict(hidden_size=1024, num_hidden_layers=28, intermediate_size=3072, head_dim=128)

@@ -28,16 +28,10 @@ def expected_rewards(reward, group, reference, M, pi_a):
             joint = sum(pi_a[k, a] * pi_a[k, reference] for k in columns)
             by_choice.append(joint / sum(pi_a[k, a] for k in columns))
         rho, right = sum(by_choice) / len(by_choice), float(a < F)
-        R.append(
-            {
-                "exact match": float(a == reference),
-                "perfect verifier": right,
-                "VeriFree": pi_a[s, reference],
-                "CER": rho,
-                "Rule+CER": (right + rho) / 2,
-            }[reward]
-        )
-    return torch.stack([torch.as_tensor(r) for r in R])
+        by_name = {"exact match": float(a == reference), "perfect verifier": right, "CER": rho}
+        by_name |= {"VeriFree": pi_a[s, reference], "Rule+CER": (right + rho) / 2}
+        R.append(by_name[reward])
+    return torch.tensor(R, dtype=torch.float64)
 
 
 def expected_gradient(reward, N, M, divide_by_std):
@@ -96,9 +90,8 @@ def in_order(*points, margin):
 @pytest.mark.parametrize("slip, steps, limit", [(0.0, 50, 0.005), (0.3, 100, 0.025)])
 def test_cer_follows_the_perfect_verifier(slip, steps, limit):
     """With 16 forms, at every step. With slips it falls a little behind towards the end."""
-    cer, verifier = (
-        curve(r, forms=16, slip=slip, steps=steps) for r in ("CER", "perfect verifier")
-    )
+    options = dict(forms=16, slip=slip, steps=steps)
+    cer, verifier = (curve(reward, **options) for reward in ("CER", "perfect verifier"))
     assert max(abs(x - y) for (x, _), (y, _) in zip(cer, verifier)) < limit
 
 
