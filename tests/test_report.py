@@ -20,7 +20,7 @@ HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "gra
     [
         ({}, "None"),
         ({"answered": 0.0, "truncated": 0.9}, "most were cut off: raise --max-new-tokens"),
-        ({"answered": 0.01}, "ends without a box. It needs a supervised start"),
+        ({"answered": 0.01}, "stops without a box. It needs a supervised start"),
         ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, "so this step had no gradient"),
     ],
 )
