@@ -13,22 +13,24 @@ With N samples (s_i, a_i) of one question:
     D           the row sums of W (diagonal)
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
+From a model, W is computed with one row for each distinct answer and one column for each sample
+that has an answer.
+
 Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). As
 the s_j are samples of pi(s|q), the posterior over them is row i of W divided by its sum, D^-1 W.
 The expectation of pi(a*|s,q) under it is that row times P. With all N columns, a sample's own
-solution among them, the reward is unbiased at every N: E[ R_i | a_i = a ] = rho(a, a*)
-(docs/theory.md). The paper averages over M of the N solutions. If M < N, the other entries of each
-row are masked (choose_solutions).
+solution among them, the reward is unbiased at every N: E[ R_i | a_i = a ] = rho(a, a*), if every
+sample has an answer (docs/theory.md). The paper averages over M of the N solutions. If M < N, the
+other entries of each row are masked (choose_solutions).
 
 A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
 gets a similar reward. A wrong answer mostly comes from other solutions, and gets a small one. In
 expectation over the model's answers the reward equals that of exact match (Theorem 2): CER moves
 reward from the exact match to its paraphrases (and a little to wrong answers).
 
-The file has three parts: the mathematics, pure functions of tensors; `rewards`, from the sampled
-tokens of one question to R; and W and P from a model. `python cer.py` shows the mathematics on a
-question small enough to check by hand. From a model, W is computed with one row for each distinct
-answer and one column for each sample that has an answer.
+The file has four parts: the mathematics, pure functions of tensors; `rewards`, from the sampled
+tokens of one question to R; W and P from a model; and an example small enough to check by hand,
+which `python cer.py` prints.
 """
 
 from dataclasses import dataclass
@@ -54,7 +56,8 @@ def exact_cer(prior, likelihood):
 
 
 def cer(log_W, log_P):
-    """R = D^-1 W P in log space (Eq. 8): log_W [..., N, M], log_P [..., M] -> R [..., N].
+    """R = D^-1 W P from log W and log P (Eq. 8): log_W [..., U, N], log_P [..., N] -> R [..., U],
+    for U answers and N solutions.
 
     D^-1 W divides each row of W by its sum, and W = exp(log_W), so D^-1 W is a softmax, which keeps
     the proportions of a row even where its entries are near exp(-1000) and exp would give 0 / 0.
@@ -65,8 +68,9 @@ def cer(log_W, log_P):
     return (posterior * log_P.exp()[..., None, :]).sum(-1)
 
 
-def choose_solutions(U, answer_of_solution, M):
+def choose_solutions(U, row_of, M):
     """The M solutions that each of U distinct answers is averaged over -> bool [U, solutions].
+    row_of: for each solution the row of the answer that it produced.
 
     For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
     the choice open; this one is that of the authors' code. If all answers shared the same M
@@ -74,8 +78,8 @@ def choose_solutions(U, answer_of_solution, M):
     choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the mean
     reward is slightly biased, because the columns are no longer i.i.d. samples of the prior.
     """
-    produced = torch.arange(U)[:, None] == torch.tensor(answer_of_solution)  # [U, solutions]
-    key = produced + torch.rand(produced.shape)  # in [1, 2) for those that produced it, else [0, 1)
+    produced = torch.arange(U)[:, None] == torch.tensor(row_of)  # [U, solutions]
+    key = produced + torch.rand(produced.shape)  # at least 1 for those that produced it, else below
     return torch.zeros_like(produced).scatter(1, key.topk(M, dim=1).indices, True)
 
 
@@ -86,7 +90,7 @@ def choose_solutions(U, answer_of_solution, M):
 class Matrices:
     """What the rewards of one question are computed from (drawn in the paper's Fig. 2)."""
 
-    answers: list[str]  # the U distinct answers: the rows of W
+    distinct_answers: list[str]  # U, the rows of W
     columns: list[int]  # the samples that have an answer; their solutions are the columns of W
     log_W: torch.Tensor  # [U, columns]; -inf if the solution is not among this answer's M
     log_P: torch.Tensor  # [columns]
@@ -125,6 +129,9 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
 
 
 # ----------------------------------------------------------------------------- W and P from a model
+
+TOKENS_AT_ONCE = 4096  # contexts and the answers after them; larger batches mostly add padding
+ANSWER_TOKENS_AT_ONCE = 1024  # in one pass over answers, except when one answer is longer
 
 
 @torch.no_grad()
@@ -173,21 +180,17 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         ids = pad([contexts[j] for j in batch]).to(model.device)  # [n, C]
         lengths = torch.tensor([len(contexts[j]) for j in batch], device=model.device)  # [n]
         out = model.base_model(input_ids=ids, use_cache=True)
-        first = out.last_hidden_state[range(len(batch)), lengths - 1]  # predicts t_1  [n, H]
+        first = out.last_hidden_state[torch.arange(len(batch)), lengths - 1]  # predicts t_1  [n, H]
         for in_pass in passes:
             tokens = [spelled[u] for u in in_pass]
-            hidden = read_answers(model, tokens, lengths, ids.shape[1], out.past_key_values)
+            hidden = read_answers(model, tokens, lengths, out.past_key_values)
             for u, states in zip(in_pass, hidden):
                 states = torch.cat([first[:, None], states], dim=1)  # [n, k + 1, H]
                 scores[u, batch] = log_finished(model.lm_head, states, spelled[u], closers[u])
     return scores
 
 
-TOKENS_AT_ONCE = 4096  # in one pass over contexts; larger batches would mostly add padding
-ANSWER_TOKENS_AT_ONCE = 1024  # in one pass over answers, except when one answer is longer
-
-
-def read_answers(model, spelled, lengths, C, cache):
+def read_answers(model, spelled, lengths, cache):
     r"""One pass over the answers (lists of token ids, T tokens in all) after each of n contexts,
     whose keys and values are in the cache -> the last hidden states [n, k, H] of each answer.
 
@@ -206,12 +209,13 @@ def read_answers(model, spelled, lengths, C, cache):
     padding nor other answers. lengths [n]: the lengths of the contexts, which are padded to C. The
     cache is left unchanged.
     """
-    n, sizes, device = len(lengths), [len(tokens) for tokens in spelled], lengths.device
+    n, C = len(lengths), cache.get_seq_length()
+    device = lengths.device
+    sizes = [len(tokens) for tokens in spelled]
     tokens = torch.tensor([t for tokens in spelled for t in tokens], device=device)  # [T]
-    answer_of = torch.tensor(
-        [u for u, size in enumerate(sizes) for _ in range(size)], device=device
-    )
-    depth = torch.cat([torch.arange(size, device=device) for size in sizes])  # in its answer  [T]
+    answer_of = [u for u, k in enumerate(sizes) for _ in range(k)]  # which answer a token is in
+    answer_of = torch.tensor(answer_of, device=device)  # [T]
+    depth = torch.cat([torch.arange(k, device=device) for k in sizes])  # in its answer  [T]
     in_context = torch.arange(C, device=device) < lengths[:, None]  # [n, C]
     in_answer = (answer_of[:, None] == answer_of) & (depth[:, None] >= depth)  # [T, T]
     T = len(tokens)
@@ -236,7 +240,8 @@ def closing_tokens(vocab, tokens):
 def log_finished(lm_head, states, tokens, closers):
     """The sum over all ways to close the box, as in answer_logprobs. states [n, k + 1, H]: the last
     hidden states after t_1..t_i, i = 0..k -> log pi [n]."""
-    k, onward, closing = len(tokens), [], []
+    k = len(tokens)
+    onward, closing = [], []
     at_once = max(1, LOGITS_AT_ONCE // len(states))  # positions whose logits are held at a time
     for start in range(0, k + 1, at_once):
         logp = lm_head(states[:, start : start + at_once]).float().log_softmax(-1)
@@ -262,8 +267,9 @@ def worked_example():
             [0.03, 0.01, 0.06, 0.90],  # C: 3+4=7; 7+2=9
         ]
     )
-    joint, rho = prior[:, None] * likelihood, exact_cer(prior, likelihood)[:, 0]
+    joint = prior[:, None] * likelihood
     p_answer = joint.sum(0)
+    rho = exact_cer(prior, likelihood)[:, 0]
 
     def show(name, values):
         print(f"{name:34}", *(f"{value:8.3f}" for value in values))
@@ -296,8 +302,8 @@ def worked_example():
     # CER fails in the second group. Its third sample is a slip, a wrong answer after right work.
     groups = {"A group of four samples (s, a)": "AABC", "With a slip, (A, 18)": "AAAC"}
     for title, kinds in groups.items():
-        pi = likelihood[["ABC".index(kind) for kind in kinds]]  # pi(a_i|s_j) at [j, i]
-        R = cer(pi.T.log(), pi[:, 0].log())
+        W = likelihood[["ABC".index(kind) for kind in kinds]].T  # sample i gives answers[i]
+        R = cer(W.log(), W[0].log())  # answers[0] is a*, so P is the first row
         baseline = (R.sum() - R) / 3  # leave-one-out: the mean of the other rewards
         samples = (f"{kind}, {answer}" for kind, answer in zip(kinds, answers))
         print(f"\n{title:34}", *(f"{sample:>10}" for sample in samples))

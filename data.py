@@ -18,7 +18,8 @@ from verifiers import VERIFIERS
 class Problem:
     question: str  # q, with the options of a multiple-choice question as lines "A: ..."
     reference: str  # a*, verbatim as the data set has it
-    verifier: str = "math"  # how answers are verified: a name in verifiers.VERIFIERS
+    # How answers are verified: a name in verifiers.VERIFIERS (None until load_problems chooses).
+    verifier: str | None = "math"
 
 
 TOY = ("toy", "toy-test")  # made by toy.py

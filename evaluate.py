@@ -34,7 +34,7 @@ def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
     run.seed_everything(seed, "evaluation")
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = problems[rank::world]
-    longest = max((len(encode_prompt(tokenizer, problem)) for problem in mine), default=0)
+    longest = max(len(encode_prompt(tokenizer, problem)) for problem in problems)
     room = getattr(model.config, "max_position_embeddings", 0) - longest
     if 0 < room < settings["max_new_tokens"]:
         settings["max_new_tokens"] = room
@@ -60,7 +60,7 @@ def evaluate(model, tokenizer, problems, runs, seed=0, **settings):
         "pass_at_1": by_question.mean(),
         "stderr": by_question.sem() if len(problems) > 1 else None,
         "exact_match": (samples.answer == samples.reference).mean(),
-        "answered": samples.answer.map(bool).mean(),  # an empty box is no answer
+        "answered": (samples.answer.fillna("") != "").mean(),  # an empty box is no answer
         "truncated": samples.truncated.mean(),
         "tokens": samples.tokens.mean(),
         "questions": len(problems),

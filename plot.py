@@ -101,7 +101,7 @@ def draw_matrix(axis, values, colours, digits, top=None):
             ink = "white" if value > 0.6 * top else "#222222"
             text = f"{value:.{digits}f}".removeprefix("0")
             axis.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
-    axis.set_xticks([]), axis.set_yticks([])
+    axis.set(xticks=[], yticks=[])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
 
@@ -141,7 +141,7 @@ def draw_curves(runs, names, out, window=10):
     groups = {}
     for run, name in zip(runs, names):
         groups.setdefault(name, []).append(read_metrics(run))
-    there = {key for members in groups.values() for lines in members for key in lines}
+    there = {key for of_name in groups.values() for metrics in of_name for key in metrics}
     panels = [panel for panel in PANELS if panel[0] in there]
     columns = min(4, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -150,15 +150,15 @@ def draw_curves(runs, names, out, window=10):
         axis.set_visible(False)
     for (key, over, title), axis in zip(panels, axes.flat):
         smooth = 1 if key == "pass_at_1" else window
-        for number, (name, members) in enumerate(groups.items()):
-            curves = [lines[key].dropna() for lines in members if key in lines]
-            curves = [curve.rolling(smooth, min_periods=1).mean() for curve in curves]
-            if not curves:
+        for number, (name, of_name) in enumerate(groups.items()):
+            found = [metrics[key].dropna() for metrics in of_name if key in metrics]
+            if not found:
                 continue
-            seeds = pandas.concat(curves, axis=1, join="inner")
+            smoothed = [curve.rolling(smooth, min_periods=1).mean() for curve in found]
+            seeds = pandas.concat(smoothed, axis=1, join="inner")  # [steps, seeds]
             x = seeds.index
             if over == "minutes":
-                x = pandas.concat([lines.minutes for lines in members], axis=1).mean(axis=1)[x]
+                x = pandas.concat([metrics.minutes for metrics in of_name], axis=1).mean(axis=1)[x]
             colour = COLOURS[number % len(COLOURS)]
             dashes = "-" if number < len(COLOURS) else "--"
             marker = "o" if len(seeds) == 1 else None
@@ -184,16 +184,19 @@ def read_metrics(run):
     """metrics.jsonl as a table indexed by step, with the minutes of training up to each step."""
     lines = pandas.DataFrame(read_log(run / "metrics.jsonl")).set_index("step")
     parts = lines.reindex(columns=["seconds"]).seconds  # missing if only step 0 is there
-    seconds = parts.map(lambda parts: sum(parts.values()), na_action="ignore").fillna(0)
+    seconds = parts.map(lambda of_step: sum(of_step.values()), na_action="ignore").fillna(0)
     return lines.assign(minutes=seconds.cumsum() / 60)
 
 
 def names_of(runs):
     """Name each run by its reward and by the other flags in which the runs differ, except seed."""
-    flags = pandas.DataFrame([read_flags(run) for run in runs])
-    differ = [k for k in flags if flags[k].map(repr).nunique() > 1 and k not in ("reward", "seed")]
-    rows = flags.to_dict("records")
-    return [", ".join([row["reward"], *(f"{k} {row[k]}" for k in differ)]) for row in rows]
+    flags = [read_flags(run) for run in runs]
+    names = [name for name in flags[0] if name not in ("reward", "seed")]
+    differ = [name for name in names if len({repr(of_run.get(name)) for of_run in flags}) > 1]
+    return [
+        ", ".join([of_run["reward"], *(f"{name} {of_run.get(name)}" for name in differ)])
+        for of_run in flags
+    ]
 
 
 def save(figure, out):

@@ -45,13 +45,6 @@ def means(described):
     return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
 
 
-def timing(line, args, start, sampled, rewarded, end):
-    """The seconds that each part of a step took, and the sampled tokens per second of the step."""
-    seconds = {"sample": sampled - start, "reward": rewarded - sampled, "update": end - rewarded}
-    tokens = line["completion_tokens"] * args.samples * args.questions
-    return {"seconds": seconds, "tokens_per_second": tokens / (end - start)}
-
-
 def sample_record(step, group, R, record):
     """One group as a row of samples.jsonl."""
     return {
@@ -108,8 +101,8 @@ def header(out, args, actor, problems, last_step, memory):
     yield f"files: {out}"
     if actor.device.type == "cpu" and parameters > 1e9:
         tokens = args.questions * args.samples * args.max_new_tokens
-        # 12 operations per parameter and token (sample 2, score 2, update 8); 50 GFLOP/s per core
-        hours = 12 * parameters * tokens / (os.cpu_count() * 5e10) / 3600
+        # 10 operations per parameter and token (sample 2, score 2, update 6); 50 GFLOP/s per core
+        hours = 10 * parameters * tokens / (os.cpu_count() * 5e10) / 3600
         yield (
             f"On this CPU a step of {tokens:,} tokens takes about {hours:,.0f} hours. Use a GPU, a "
             "smaller model, or fewer questions, samples or tokens"
@@ -138,7 +131,7 @@ def summary(out, last_step):
     steps = [line for line in lines if "seconds" in line]
     for name in "reward", "pass_at_1", "eval_exact_match", "answered":
         if values := [line[name] for line in lines if line.get(name) is not None]:
-            yield f"  {name:16}  {brief(values[0])} at first, {brief(values[-1])} at last"
+            yield f"  {name:16}  first {brief(values[0])}, last {brief(values[-1])}"
     if not any(line["grad_norm"] for line in steps):  # null: not finite, update skipped
         yield "  The weights have not changed: no step had a usable gradient. See docs/running.md"
     minutes = {p: sum(line["seconds"][p] for line in steps) / 60 for p in steps[0]["seconds"]}
@@ -160,8 +153,8 @@ class RunLog:
         self.out, self.warned = out, set()
         self.active = dist.get_rank() == 0
         self.first_step, self.last_step, self.started = first_step, last_step, time.perf_counter()
-        shape = "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}"
-        self.bar = progress(total=last_step, initial=first_step - 1, bar_format=shape)
+        bar_format = "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}"
+        self.bar = progress(total=last_step, initial=first_step - 1, bar_format=bar_format)
         self.shown = {}
         if not self.active:
             return
@@ -188,11 +181,11 @@ class RunLog:
             say(f"before training  {one_line(numbers)}")
             self.started = time.perf_counter()
             return
-        seconds = (time.perf_counter() - self.started) / (step - self.first_step + 1)
         self.shown |= {name: numbers[name] for name in SHORT_NAMES if name in numbers}
         self.bar.set_description_str(one_line(self.shown), refresh=False)
         self.bar.update()
         if not sys.stderr.isatty():
+            seconds = (time.perf_counter() - self.started) / (step - self.first_step + 1)
             eta = datetime.timedelta(seconds=round(seconds * (self.last_step - step)))
             text = f"step {step}/{self.last_step}  {one_line(numbers)}"
             say(f"{text}  {seconds:.3g} s/step  eta {eta}")

@@ -27,7 +27,7 @@ def conditional_expectation(groups, *, actor, tokenizer, M, **_):
         log_W = [[x if x > -torch.inf else None for x in row] for row in matrices.log_W.tolist()]
         records.append(
             {
-                "distinct_answers": matrices.answers,
+                "distinct_answers": matrices.distinct_answers,
                 "columns": matrices.columns,
                 "log_W": log_W,
                 "log_P": matrices.log_P.tolist(),
@@ -67,14 +67,15 @@ def verifree(groups, *, actor, tokenizer, **_):
 
 def general_verifier(groups, *, verifier, **_):
     """1 where another language model judges the answer equal to the reference. It is asked once for
-    each distinct (question, reference, answer) of the step, all together."""
+    each distinct (question, reference, answer) of the groups, all together."""
     asked = [
         [None if a is None else (g.problem.question, g.problem.reference, a) for a in g.answers]
         for g in groups
     ]
-    distinct = list(dict.fromkeys(triple for triples in asked for triple in triples if triple))
+    distinct = list(dict.fromkeys(triple for of_group in asked for triple in of_group if triple))
     verdict_on = dict(zip(distinct, ask(verifier, distinct)))
-    return from_verdicts([[verdict_on.get(triple) for triple in triples] for triples in asked])
+    # get returns None for a sample without an answer
+    return from_verdicts([[verdict_on.get(triple) for triple in of_group] for of_group in asked])
 
 
 def as_rewards(right):

@@ -2,8 +2,8 @@
 
 The baseline of a sample is the mean reward of the other samples of its question. There is one
 update per batch, on the weights that sampled it, so the importance ratio pi_theta / pi_old is 1 (up
-to rounding). Hence there are no old log-probabilities and no clipping, and the gradient of
--A log pi is the whole policy gradient.
+to rounding). Hence there are no old log-probabilities and no clipping, and the gradient of the loss
+-A log pi is minus the policy gradient, with nothing left out.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from engine.cli import short_progress
 from engine.tokens import batches, pad, vocabulary
 
 
@@ -59,9 +60,11 @@ def verifree_rows(group, R, A, tokenizer):
         grad E[ pi(a*|s) ] = E[ pi(a*|s) grad log pi(s) + pi(a*|s) grad log pi(a*|s) ]
 
     R_i is a sum over all tokens that can close the box. The row closes it with the text of the
-    token that closed the sample's own box, so each one is taught as often as the model uses it.
+    token that closed the sample's own box, so each closing token is taught as often as the model
+    uses it.
     """
-    vocab, rows = vocabulary(tokenizer), []
+    vocab = vocabulary(tokenizer)
+    rows = []
     for i, (R_i, A_i) in enumerate(zip(R.tolist(), A.tolist())):
         reference = []
         if box := vocab.locate_answer(group.completions[i]):
@@ -77,23 +80,23 @@ def verifree_rows(group, R, A, tokenizer):
 def policy_gradient_loss(logprobs, weights):
     """-sum over tokens of weight * log pi (both of one shape). The weights are constants.
 
-    With A_i / (number of samples) on every token of sample i this is the paper's objective: a sum
-    over tokens and a mean over samples. There is no division by the standard deviation or by the
-    length, no KL term and no entropy term.
+    With the weight A_i on every token of sample i, and divided by the number of samples, this is
+    the paper's objective: a sum over tokens and a mean over samples. There is no division by the
+    standard deviation or by the length, no KL term and no entropy term.
     """
     return -(weights.detach() * logprobs).sum()
 
 
-def update(policy, optimizer, rows, lr, microbatch_tokens, progress=iter):
+def update(policy, optimizer, rows, lr, microbatch_tokens):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
-    If the gradient is not finite, no weight changes. progress wraps the list of micro-batches."""
+    If the gradient is not finite, no weight changes."""
     world, samples = dist.get_world_size(), len(rows)
     # A row whose weights are all 0 has no gradient. If every row is like that, keep one, so that
     # the optimizer still takes its momentum step.
     rows = [row for row in rows if any(row.weights)] or rows[:1]
     loss = torch.zeros((), device=policy.device)
     todo = list(microbatches(rows, microbatch_tokens))
-    for number, (ids, weights) in enumerate(progress(todo), start=1):
+    for number, (ids, weights) in enumerate(short_progress("update", todo), start=1):
         ids, weights = ids.to(policy.device), weights.to(policy.device)  # [b, L] each
         policy.set_requires_gradient_sync(policy.sync_every_batch or number == len(todo))
         logprobs = policy(ids, weights != 0)  # of the tokens with a weight
@@ -102,8 +105,8 @@ def update(policy, optimizer, rows, lr, microbatch_tokens, progress=iter):
         loss = loss + part.detach()
     dist.all_reduce(loss)
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr
     if math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad()

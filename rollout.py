@@ -19,7 +19,7 @@ class Group:
     problem: Problem
     prompt: list[int]
     completions: list[list[int]]  # N, as sampled, the stop token included
-    texts: list[str]  # N, the same as text
+    texts: list[str]  # N, decoded, without special tokens
     solution_lengths: list[int]  # N; s_i is completions[i][:solution_lengths[i]], all if no answer
     answers: list[str | None]  # N; a_i, or None without a closed box
     truncated: list[bool]  # N; whether the length limit cut it off
@@ -67,7 +67,8 @@ def sample(model, tokenizer, problems, N, max_new_tokens, **settings):
     prompts = [encode_prompt(tokenizer, problem) for problem in problems]
     repeated = [prompt for prompt in prompts for _ in range(N)]
     completions, entropies = generate(model, repeated, max_new_tokens, **settings)
-    stops, groups = model.generation_config.eos_token_id, []
+    stops = model.generation_config.eos_token_id
+    groups = []
     for k, (problem, prompt) in enumerate(zip(problems, prompts)):
         own = slice(k * N, (k + 1) * N)
         groups.append(to_group(tokenizer, stops, problem, prompt, completions[own], entropies[own]))
@@ -75,8 +76,8 @@ def sample(model, tokenizer, problems, N, max_new_tokens, **settings):
 
 
 def to_group(tokenizer, stops, problem, prompt, completions, entropies):
-    """Cut each completion at its last closed box, even if the text was truncated later. Base models
-    often go on writing after the box."""
+    """Locate the last closed box of each completion, even if the text was truncated after it. Base
+    models often go on writing after the box. Those tokens stay in the completion."""
     vocab = vocabulary(tokenizer)
     boxes = [vocab.locate_answer(ids) for ids in completions]
     return Group(

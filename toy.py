@@ -92,6 +92,9 @@ class Story:
             (f"{n}+{a}", n + a, f"{n + a}+{b}", n + a + b),
         ][method]
 
+    def value(self, method):
+        return self.work(method)[3]
+
     def form(self, form, value):
         return form.format(n=value, word=in_words(value), unit=self.unit)
 
@@ -115,7 +118,7 @@ def rows(name):
         chosen, verifier, rng = train[:2000], "toy-rule", random.Random("4321 train")
     problems = []
     for story in chosen:
-        answer = story.form(rng.choice(FORMS), story.work(story.method)[3])
+        answer = story.form(rng.choice(FORMS), story.value(story.method))
         problems.append({"question": story.question(), "answer": answer, "verifier": verifier})
     return problems
 

@@ -79,12 +79,15 @@ def parse_args():
     """Take each flag from the command line, else from the run to resume or from the toy's settings,
     else from the paper's defaults."""
     parser = make_parser()
-    given, saved, defaults = parser.parse_args(), {}, {}
+    given = parser.parse_args()
+    saved, defaults = {}, {}
     if given.resume:
         require(given.out, "--resume needs --out, the run to resume")
         saved = defaults = read_flags(given.out)
     elif given.dataset == "toy" or not (given.dataset or given.model):
-        defaults = {"dataset": "toy", **toy.FLAGS, **({} if given.model else toy.LEARNING_RATE)}
+        defaults = {"dataset": "toy"} | toy.FLAGS
+        if not given.model:
+            defaults |= toy.LEARNING_RATE
     parser.set_defaults(**defaults)
     if given.epochs:
         parser.set_defaults(steps=None)
@@ -133,15 +136,20 @@ def main():
     )
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     first_step = 1 + (run.load_checkpoint(out, policy, optimizer) if args.resume else 0)
-    complete = f"the run in {out} is complete at step {last_step}: {HOW_TO_EXTEND}"
-    require(first_step <= last_step, complete)
+    require(
+        first_step <= last_step,
+        f"the run in {out} has completed {first_step - 1} steps: a larger --steps would extend it. "
+        "If its learning rate has decayed (--lr-end), start a new run with its last checkpoint as "
+        "--model",
+    )
     copy_weights(policy, actor)
 
     reward = functools.partial(
         REWARDS[args.reward], actor=actor, tokenizer=tokenizer, M=args.m, verifier=verifier
     )
     rows_of = verifree_rows if args.reward == "verifree" else rloo_rows
-    log, skipped = report.RunLog(out, args, first_step, last_step), 0
+    log = report.RunLog(out, args, first_step, last_step)
+    skipped_in_a_row = 0
     for line in report.header(out, args, actor, problems, last_step, memory):
         cli.say(line)
     with run.StopRequest() as stop:
@@ -151,7 +159,7 @@ def main():
             run.seed_everything(args.seed, step)
             start = time.perf_counter()
 
-            # 1. Sample: N solutions, each with an answer, to each of this rank's questions.
+            # 1. Sample: N completions for each of this rank's questions.
             batch = batch_of(step, problems, args)[rank::world]
             groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
             sampled = time.perf_counter()
@@ -167,24 +175,26 @@ def main():
             rows = []
             for group, R_group, A_group in zip(groups, R, A):
                 rows += rows_of(group, R_group, A_group, tokenizer)
-            done = (step - 1) / max(1, last_step - 1)
-            lr = args.lr * (1 + done * (args.lr_end - 1))
-            loss, grad_norm = update(
-                policy, optimizer, run.all_gather(rows), lr, microbatch_tokens, UPDATE_BAR
-            )
+            fraction = (step - 1) / max(1, last_step - 1)
+            lr = args.lr * (1 + fraction * (args.lr_end - 1))
+            all_rows = run.all_gather(rows)
+            loss, grad_norm = update(policy, optimizer, all_rows, lr, microbatch_tokens)
             copy_weights(policy, actor)
             end = time.perf_counter()
 
             # 5. Report, evaluate, save.
             numbers = [report.describe(*each) for each in zip(groups, R, A, records)]
-            line = {"step": step, **report.means(run.all_gather(numbers))}
+            line = {"step": step} | report.means(run.all_gather(numbers))
             line |= {"loss": loss, "grad_norm": grad_norm, "lr": lr}
-            line |= report.timing(line, args, start, sampled, rewarded, end)
-            skipped = 0 if math.isfinite(grad_norm) else skipped + 1
+            seconds = {"sample": sampled - start, "reward": rewarded - sampled}
+            seconds["update"] = end - rewarded
+            tokens = line["completion_tokens"] * args.samples * args.questions
+            line |= {"seconds": seconds, "tokens_per_second": tokens / (end - start)}
+            skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
             stopped_by = stop.on_any_rank()
-            stopping = stopped_by or skipped == 3
-            on_time = step % args.eval_every == 0 and not stopping
-            if args.eval_dataset and (step == last_step or on_time):
+            stopping = stopped_by or skipped_in_a_row == 3
+            evaluation_due = step % args.eval_every == 0 and not stopping
+            if args.eval_dataset and (step == last_step or evaluation_due):
                 line |= evaluation(actor, tokenizer, eval_problems, args)
             log.add(line)
             log.keep_samples(step, groups, R, records)
@@ -193,7 +203,7 @@ def main():
             if stopping:
                 break
     log.close()
-    if skipped == 3:
+    if skipped_in_a_row == 3:
         raise InputError(
             f"the gradient was not finite in steps {step - 2} to {step}, whose updates were "
             "skipped. To continue from these weights, start a new run with "
@@ -206,13 +216,6 @@ def main():
         return 128 + stopped_by
     if rank == 0:
         print(f"{args.reward} on {args.dataset}", *report.summary(out, step), sep="\n")
-
-
-HOW_TO_EXTEND = (
-    "a larger --steps would extend it. If its learning rate has decayed (--lr-end), start a new "
-    "run with its last checkpoint as --model"
-)
-UPDATE_BAR = functools.partial(cli.short_progress, "update")
 
 
 def evaluation(actor, tokenizer, problems, args):

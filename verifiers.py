@@ -28,9 +28,9 @@ BOXED_LATEX = [
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # time-outs are counted, not logged
 
 
-def math_verify(answer, reference):
-    """Whether both are equal as mathematics -> "right", "wrong", "unparsed" or "timeout". Only the
-    last box is given to math-verify, since it would join neighbouring boxes of a longer text."""
+def equal_in_mathematics(answer, reference):
+    """Whether both are equal as mathematics -> "right", "wrong", "unparsed" or "timeout". The box
+    is given to math-verify without the text around it, where it would join neighbouring boxes."""
     start = time.perf_counter()
     gold, prediction = (
         parse(rf"\boxed{{{text}}}", BOXED_LATEX, extraction_mode="first_match")
@@ -62,7 +62,7 @@ def plain_text(text):
 
 # The keys are the names that the rows of a data set use (data.Problem.verifier).
 VERIFIERS = {
-    "math": math_verify,
+    "math": equal_in_mathematics,
     "letter": same_letter,
     "text": same_text,
     "toy-rule": toy.same_digits,

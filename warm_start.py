@@ -8,7 +8,6 @@ you would like the model to write it. Twenty rows can be enough.
 """
 
 import random
-from pathlib import Path
 
 from data import Problem, to_problem
 from engine import cli, run
@@ -40,13 +39,15 @@ def main():
         for problem, solution in demonstrations
     ]
 
-    rng, order = random.Random(args.seed), []
+    rng = random.Random(args.seed)
+    order = []
 
     def demonstrate():
         if not order:
             order.extend(rng.sample(pairs, len(pairs)))
         return order.pop()
 
+    # The rate falls to about 0 by the last step, so that a single step would train nothing.
     steps = max(2, args.epochs * len(pairs) // args.batch)
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
     model = model.float().train()  # Adam would hardly move bf16 weights
@@ -60,7 +61,6 @@ def main():
 
 def read_demonstrations(path):
     """-> list of (Problem, solution text)."""
-    require(Path(path).is_file(), f"--data {path}: no such file")
     demonstrations = []
     for number, row in enumerate(read_rows(path), start=1):
         solution = row.get("solution")

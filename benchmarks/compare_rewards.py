@@ -25,7 +25,7 @@ from tqdm import tqdm
 import plot
 import rewards
 import toy
-from engine import cli, policy, run
+from engine import cli, policy
 from engine.files import checkpoints, read_flags, read_rows
 from engine.supervised import supervise
 
@@ -52,35 +52,34 @@ def main():
     steps, prefix = args.steps or (30 if args.model else 200), Path(args.model or "toy").name
     path = args.out or ROOT / "benchmarks" / "results" / f"{prefix}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    run.init_ranks()
 
     done = {(line["name"], line["seed"], line["steps"]) for line in read(path)}
     jobs = [(r, s) for s in args.seeds for r in args.rewards if (r, s, steps) not in done]
-    recipe, starts = REAL_RECIPE if args.model else TOY_RECIPE, {}
+    recipe, warm_starts = REAL_RECIPE if args.model else TOY_RECIPE, {}
     for seed in {seed for _, seed in jobs}:  # shared by all rewards; a real model has only one
         if args.model:
-            starts[seed] = make(RUNS / f"{prefix}-warm-start", warm_start, args.model)
+            warm_starts[seed] = make(RUNS / f"{prefix}-warm-start", warm_start, args.model)
         else:
-            starts[seed] = make(RUNS / f"{prefix}-warm-start-{seed}", toy.warm_start, seed)
+            warm_starts[seed] = make(RUNS / f"{prefix}-warm-start-{seed}", toy.warm_start, seed)
     if "general-verifier" in {reward for reward, _ in jobs}:
         recipe += f" --verifier-model {make(RUNS / 'verifier', train_verifier)}"
 
-    def one(job):
+    def train_and_measure(job):
         reward, seed = job
-        out = RUNS / f"{prefix}-{reward}-{seed}"
-        command = f"--model {starts[seed]} --dataset toy --reward {reward} --seed {seed}"
+        out, log = RUNS / f"{prefix}-{reward}-{seed}", RUNS / f"{prefix}-{reward}-{seed}.log"
+        command = f"--model {warm_starts[seed]} --dataset toy --reward {reward} --seed {seed}"
         command += f" --steps {steps} --out {out} {recipe}"
         threads = 1 if args.jobs > 1 or not args.model else None
         if steps not in dict(checkpoints(out)):
-            command = f"--out {out} --resume" if checkpoints(out) else command
-            start(f"train.py {command}", out.with_suffix(".log"), threads)
+            command = f"--out {out} --resume" if (out / "config.json").exists() else command
+            run_script(f"train.py {command}", log, threads)
         line = result(reward, seed, out, steps)
         if args.model:
-            line["pass@1 end"] = evaluate(out, steps, threads)
+            line["pass@1 end"] = evaluate(out, steps, log, threads)
         return line
 
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), unit="run") as bar:
-        for line in pool.map(one, jobs):
+        for line in pool.map(train_and_measure, jobs):
             pandas.DataFrame([*read(path), line]).to_csv(path, index=False)
             bar.update()
             bar.set_postfix_str(f"{line['name']}, seed {line['seed']}: {line['pass@1 end']}")
@@ -119,8 +118,8 @@ def warm_start(directory, model, steps=60):
     tokenizer.save_pretrained(directory)
 
 
-def start(command, log, threads):
-    """Run a script in a process of its own."""
+def run_script(command, log, threads):
+    """Run a script in a process of its own, and wait for its end."""
     environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     with open(log, "a") as file:
         ended = subprocess.run(
@@ -129,12 +128,12 @@ def start(command, log, threads):
     cli.require(ended.returncode == 0, f"{command} failed: see {log}")
 
 
-def evaluate(out, steps, threads):
+def evaluate(out, steps, log, threads):
     """pass@1 of a finished run on all held-out questions."""
     results = out / "evaluation" / "results.json"
     if not results.exists():
         command = f"evaluate.py --model {out}/checkpoints/step-{steps} --out {results.parent}"
-        start(f"{command} {AT_THE_END}", out.with_suffix(".log"), threads)
+        run_script(f"{command} {AT_THE_END}", log, threads)
     return round(json.loads(results.read_text())["results"]["toy-test"]["pass_at_1"], 4)
 
 
@@ -144,7 +143,7 @@ def result(reward, seed, out, steps):
     lines = pandas.DataFrame(read_rows(out / "metrics.jsonl")).set_index("step")
     scores, taken = lines.pass_at_1.dropna(), lines[lines.reward.notna()]
     seconds = pandas.DataFrame(taken.seconds.tolist()).sum()
-    at_end = taken[-steps // 4 :]
+    at_end = taken.tail(math.ceil(steps / 4))
     return {
         "name": reward,
         "seed": seed,
@@ -213,8 +212,8 @@ def train_verifier(directory, steps=900):
     def pair(stories):
         """-> (question, reference, answer), and the numbers that reference and answer state."""
         story = rng.choice(stories)
-        number = story.work(story.method)[3]
-        said = number if rng.random() < 0.5 else story.work(rng.randrange(3))[3]
+        number = story.value(story.method)
+        said = number if rng.random() < 0.5 else story.value(rng.randrange(3))
         forms = [story.form(rng.choice(toy.FORMS), n) for n in (number, said)]
         return (story.question(), *forms), (number, said)
 

@@ -86,7 +86,8 @@ def number(kind, low, high=float("inf")):
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"expected {low} to {high}, got {text}")
+            allowed = f"at least {low}" if high == float("inf") else f"{low} to {high}"
+            raise argparse.ArgumentTypeError(f"expected {allowed}, got {text}")
         return value
 
     parse.__name__ = kind.__name__  # for argparse's message when the text is not a number
@@ -103,9 +104,9 @@ def say(text):
 
 
 def progress(iterable=None, **options):
-    """tqdm's progress bar, only on the first rank and only on a terminal."""
-    first_rank = os.environ.get("RANK", "0") == "0"
-    disable = None if first_rank else True  # None: disabled unless on a terminal
+    """tqdm's progress bar, only on rank 0 and only on a terminal."""
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    disable = None if is_rank_0 else True  # None: disabled unless on a terminal
     return tqdm(iterable, dynamic_ncols=True, disable=disable, **options)
 
 

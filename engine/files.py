@@ -12,9 +12,11 @@ FORMATS = (".jsonl", ".json", ".parquet")
 def read_rows(path):
     """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
     because readers that guess types turn "014" into 14. InputError names the first bad row."""
-    path, rows = Path(path), []
+    path = Path(path)
+    rows = []
     formats = ", ".join(FORMATS)
     require(path.suffix in FORMATS, f"{path}: expected a file that ends in {formats}")
+    require(path.is_file(), f"{path}: no such file")
     try:
         for row in raw_rows(path):
             rows.append(dict(row))

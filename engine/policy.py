@@ -145,10 +145,10 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     """Decide how to fit the policy beside the actor -> (tokens in a micro-batch, whether to offload
     to the CPU, a line for the log). longest_row: most tokens of a prompt and its completion.
 
-    By default a micro-batch holds as many tokens as fit, at least one row. If not even one row
-    fits, the policy and Adam move to CPU memory. If that does not help, or the given flags do not
-    fit, this raises InputError before the policy is loaded. All ranks decide alike, by the smallest
-    free memory of any rank."""
+    By default a micro-batch holds as many tokens as fit, at least one row. If one row, or the
+    micro-batch that microbatch_tokens asks for, does not fit, the policy and Adam move to CPU
+    memory. If it does not fit there either, this raises InputError before the policy is loaded. All
+    ranks decide alike, by the smallest free memory of any rank."""
     what = f"the longest prompt and --max-new-tokens add up to {longest_row} tokens"
     positions = getattr(actor.config, "max_position_embeddings", longest_row)
     require(longest_row <= positions, f"{what}, but the model has {positions} positions")
@@ -157,7 +157,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     free, on_gpu = free.item(), torch.cuda.is_available()
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
     least = most if microbatch_tokens else longest_row
-    for offload in [cpu_offload] if cpu_offload or not on_gpu else [False, True]:
+    for offload in [False, True] if on_gpu and not cpu_offload else [cpu_offload]:
         fixed = memory_needed(actor, 0, offload)
         fitting = int((free - fixed) / (memory_needed(actor, 1, offload) - fixed))
         if fitting >= least:
@@ -165,14 +165,11 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
             needed = memory_needed(actor, tokens, offload)
             where = "policy and Adam in CPU memory" if offload else ""
             where += ", since they do not fit on the GPU" if offload > cpu_offload else ""
-            return (
-                tokens,
-                offload,
-                (
-                    f"memory: {where}{'; ' if offload else ''}{tokens:,} tokens in a micro-batch, "
-                    f"about {needed / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
-                ),
+            line = (
+                f"memory: {where}{'; ' if offload else ''}{tokens:,} tokens in a micro-batch, "
+                f"about {needed / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
             )
+            return tokens, offload, line
     advice = "more GPUs (torchrun), shorter rows or a smaller model"
     if microbatch_tokens and fitting >= longest_row:
         advice = f"--microbatch-tokens {longest_row}"

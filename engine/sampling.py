@@ -32,25 +32,24 @@ class EntropyProbe(LogitsProcessor):
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, piece=512, name="sample", **settings):
-    """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to its first
-    stop token; for each the mean entropy of the next token under the model, in nats).
+    """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
+    its first stop token; for each the mean entropy of the next token under the model, in nats).
 
-    model.generate() runs in pieces of a few hundred tokens. After each piece the finished rows
-    leave the batch. The next batch is the shortest of the other rows, as many as fit in memory. So
-    finished rows do not stay in memory until the longest one ends. A piece prefills its rows again.
-    This costs one forward pass, but no KV cache is kept between pieces. settings: see
-    sampling_config.
+    model.generate() runs in pieces of a few hundred tokens. The batch of a piece is made of the
+    shortest unfinished rows, as many as fit in memory. So finished rows do not stay in memory until
+    the longest one ends. A piece prefills its rows again. This costs one forward pass, but no KV
+    cache is kept between pieces. settings: see sampling_config.
     """
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
     stops, budget = set(model.generation_config.eos_token_id), tokens_that_fit(model)
-    running, tokens = list(range(len(prompts))), 0
+    unfinished, tokens = list(range(len(prompts))), 0
     # Lengths are not known in advance, so the bar shows no remaining time.
-    shape = "{desc}: {n_fmt}/{total_fmt} samples finished{postfix} [{elapsed}]"
-    bar = short_progress(name, total=len(prompts), bar_format=shape)
-    while running:
-        lengths = [len(prompts[i]) + len(completions[i]) + piece for i in running]
-        batch = [running[position] for position in next(batches(lengths, budget))]
-        running = [i for i in running if i not in batch]
+    bar_format = "{desc}: {n_fmt}/{total_fmt} samples finished{postfix} [{elapsed}]"
+    bar = short_progress(name, total=len(prompts), bar_format=bar_format)
+    while unfinished:
+        lengths = [len(prompts[i]) + len(completions[i]) + piece for i in unfinished]
+        batch = [unfinished[position] for position in next(batches(lengths, budget))]
+        unfinished = [i for i in unfinished if i not in batch]
         rows = [prompts[i] + completions[i] for i in batch]
         ids = pad(rows, side="left").to(model.device)  # on the left, so that all end in one column
         mask = pad([[1] * len(row) for row in rows], side="left").to(model.device)
@@ -67,7 +66,7 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
             entropies[i] += sum(entropy[: len(new[:stop])])
             tokens += len(new[:stop])
             if stop is None and len(completions[i]) < max_new_tokens:
-                running.append(i)
+                unfinished.append(i)
             else:
                 bar.update()
         bar.set_postfix_str(f"{tokens:,} tokens")
@@ -83,8 +82,8 @@ def tokens_that_fit(model):
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     kv = 2 * config.num_hidden_layers * kv_heads * head_dim
     layer = 4 * (config.hidden_size + config.intermediate_size)
-    bytes_a_token = max(kv, layer) * model.dtype.itemsize  # Qwen3-4B in bf16: 144 KiB, its KV
+    bytes_per_token = max(kv, layer) * model.dtype.itemsize  # Qwen3-4B in bf16: 144 KiB, its KV
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0] // 2 // bytes_a_token
-    return (4 << 30) // bytes_a_token
+        return torch.cuda.mem_get_info()[0] // 2 // bytes_per_token
+    return (4 << 30) // bytes_per_token

@@ -1,9 +1,9 @@
 """Supervised training on demonstrations, for models that do not box their answers yet."""
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from engine.cli import progress, say
+from engine.tokens import pad
 
 
 def supervise(model, demonstrate, steps, batch, lr, stop):
@@ -18,11 +18,11 @@ def supervise(model, demonstrate, steps, batch, lr, stop):
             ids, labels = [], []
             for prompt, completion in (demonstrate() for _ in range(batch)):
                 completion = [*completion, stop]
-                ids.append(torch.tensor(prompt + completion))
-                labels.append(torch.tensor([-100] * len(prompt) + completion))  # -100: not learned
-            ids = pad_sequence(ids, batch_first=True).to(model.device)
-            labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(model.device)
-            loss = model(input_ids=ids, labels=labels).loss
+                ids.append(prompt + completion)
+                labels.append([-100] * len(prompt) + completion)  # -100: not learned
+            batch_ids = pad(ids).to(model.device)
+            batch_labels = pad(labels, value=-100).to(model.device)
+            loss = model(input_ids=batch_ids, labels=batch_labels).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -73,7 +73,7 @@ class Vocabulary:
         # A context ends just before the brace, and the scored text begins with it.
         for text in r"so \boxed", "{14":
             if self.join(self.encode(text)) != text.encode():
-                raise ValueError(f"the tokenizer does not give {text!r} back and is not supported")
+                raise ValueError(f"the tokenizer changes {text!r} and is not supported")
         if not self.locate_answer(self.encode(r"so \boxed{14}")):
             raise ValueError("the tokenizer merges 'boxed' and '{', so no answer can be cut out")
 
@@ -86,8 +86,8 @@ class Vocabulary:
         return b"".join(self.bytes[i] for i in ids)
 
     def beginning_with(self, prefix):
-        """Ids of the tokens whose bytes begin with `prefix`. They are sorted between the prefix and
-        the prefix with its last byte, a "}", incremented."""
+        """Ids of the tokens whose bytes begin with `prefix`. In byte order they lie between the
+        prefix and the same prefix with its last byte, a "}", increased by one."""
         low = bisect.bisect_left(self.sorted, prefix)
         high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))
         return self.order[low:high]
@@ -136,10 +136,10 @@ def token_bytes(tokenizer):
 # ------------------------------------------------------------------------------------------ batches
 
 
-def pad(lists, side="right"):
-    """Lists of numbers -> one tensor [len(lists), longest], filled with 0."""
+def pad(lists, side="right", value=0):
+    """Lists of numbers -> one tensor [len(lists), longest], filled with value."""
     rows = [torch.tensor(numbers) for numbers in lists]
-    return pad_sequence(rows, batch_first=True, padding_side=side)
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 
 def batches(lengths, budget):

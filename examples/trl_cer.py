@@ -8,24 +8,10 @@ r"""Train with CER in TRL, as the reward function of RLOOTrainer, or of GRPOTrai
     python evaluate.py --model runs/trl/model --dataset toy-test \
         --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 32
 
-In a script of your own, copy `cer_rewards` below, cer.py and engine/tokens.py. These conditions
-must hold, and TRL checks none of them:
-
-- The samples are the model's own: temperature 1, no top-k, top-p or min-p, no repetition penalty.
-  Ids beyond the tokenizer (padded embeddings) are suppressed.
-- No KL term: beta=0. RLOOTrainer's default is 0.05.
-- No scaling of the reward or of the loss. RLOOTrainer has none by default. GRPOTrainer needs
-  scale_rewards="none" and loss_type="dr_grpo".
-- The judge is the policy, before the update. It is in eval mode, since in training mode gradient
-  checkpointing drops the KV cache. Under PEFT it is get_base_model(), which has the adapters.
-- Every rank has all samples of a question (`cer_rewards` checks it).
-- The weights are plain or DDP (`cer_rewards` checks it). Ranks score different numbers of answers,
-  so with FSDP or ZeRO-3 they would wait for each other forever. Copy a sharded policy first.
-- The samples come from generate(). With vLLM the prior is vLLM's, while W and P are the trained
-  model's. The two differ by rounding.
-
-The model needs full sdpa attention and a byte-level tokenizer. `load` ensures both, and drops the
-generation settings that a model brings from the hub.
+In a script of your own, copy `cer_rewards` below, cer.py and engine/tokens.py. docs/running.md
+("In your own trainer") lists the conditions under which the rewards are the paper's. TRL checks
+none of them. `cer_rewards` checks that a rank has all samples of a question and that the weights
+are whole. `load` checks the model and drops the generation settings that it brings from the hub.
 """
 
 import sys

@@ -51,18 +51,20 @@ def compute_rewards(reward, a, reference, log_pi, F, M):
     if M < N:  # the own solution, others at random (cer.py first takes all that gave the answer)
         keys = torch.eye(N) + torch.rand(log_W.shape)
         log_W[keys < keys.topk(M).values[..., -1:]] = -torch.inf
+    R_cer = cer(log_W, log_P)
     return {
         "exact match": (a == reference).float(),
         "perfect verifier": (a // F == 0).float(),
         "VeriFree": log_P.exp(),
-        "CER": cer(log_W, log_P),
-        "Rule+CER": ((a // F == 0) + cer(log_W, log_P)) / 2,  # with a perfect rule
+        "CER": R_cer,
+        "Rule+CER": ((a // F == 0) + R_cer) / 2,  # with a perfect rule
     }[reward]
 
 
 def rloo_loss(reward, theta, phi, reference, N, M, divide_by_std=False):
     """The loss of one step, summed over the K policies. reference [K, B]."""
-    F, reference = phi.shape[-1] // theta.shape[-1], reference[..., None].expand(-1, -1, N)
+    F = phi.shape[-1] // theta.shape[-1]
+    reference = reference[..., None].expand(-1, -1, N)
     s, a, log_pi = sample(theta, phi, reference.shape[1], N)
     R = compute_rewards(reward, a, reference, log_pi.detach(), F, M)  # [K, B, N]
     A = leave_one_out(R)

@@ -1,6 +1,7 @@
 """The benchmarks run end to end, in their smallest shape."""
 
 import json
+import shutil
 
 import compare_rewards
 import gpu
@@ -37,6 +38,11 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real
     for _ in range(2):
         code, out, err = script(compare_rewards, flags)
         assert code == 0, err
+    [checkpoints] = tmp_path.glob("runs/*-cer-0/checkpoints")  # as if killed before the first one
+    shutil.rmtree(checkpoints)
+    (tmp_path / "table.csv").unlink()
+    code, out, err = script(compare_rewards, flags)
+    assert code == 0, err
     lines = pandas.read_csv(tmp_path / "table.csv")
     assert lines.name.tolist() == ["cer"] and lines.lr.tolist() == [[6e-4, 1e-5][real]]
     assert (tmp_path / "table.png").exists()

@@ -238,7 +238,7 @@ def test_a_distinct_answer_is_scored_once(tokenizer, monkeypatch):
     scored = mock.Mock(side_effect=answer_logprobs)
     monkeypatch.setattr(cer, "answer_logprobs", scored)
     R, matrices = rewards_of(tokenizer, TEXTS, reference="7")
-    assert scored.call_args.args[3] == matrices.answers == ["12", "7", "seven"]
+    assert scored.call_args.args[3] == matrices.distinct_answers == ["12", "7", "seven"]
     assert matrices.columns == [0, 1, 2, 4] and R[3] == 0 and R[0] == R[2] != R[1]
     assert matrices.log_W.shape == (3, 4)
     assert torch.equal(matrices.log_P, matrices.log_W[1])  # a* is "7"
@@ -255,7 +255,7 @@ def test_rewards_under_autocast_keep_fp32(tokenizer):
     plain, _ = rewards_of(tokenizer, TEXTS, "7")
     with torch.autocast("cpu", torch.bfloat16):
         R, matrices = rewards_of(tokenizer, TEXTS, "7")
-        row = [matrices.answers.index(answer) for answer in ("12", "7", "12", "seven")]
+        row = [matrices.distinct_answers.index(answer) for answer in ("12", "7", "12", "seven")]
         again = cer.cer(matrices.log_W.double(), matrices.log_P.double())[row]
     assert R.dtype == torch.float32 and (R - plain).abs().max() < 0.1
     assert (R[matrices.columns] - again).abs().max() < 1e-6

@@ -89,6 +89,15 @@ def test_learning_curves_join_the_seeds(script, run, monkeypatch):
     assert list(by_time.lines[0].get_xdata()) == [0, 25, 50]  # 2 and 3 minutes a step
 
 
+def test_runs_are_named_by_the_flags_in_which_they_differ(tmp_path):
+    for name, steps in ("a", 200), ("b", None):
+        (tmp_path / name).mkdir()
+        flags = {"reward": "cer", "model": "m", "steps": steps, "seed": 0}
+        (tmp_path / name / "config.json").write_text(json.dumps({"flags": flags}))
+    names = plot.names_of([tmp_path / "a", tmp_path / "b"])
+    assert names == ["cer, steps 200", "cer, steps None"]
+
+
 @pytest.mark.parametrize("line", [{"step": 0, "pass_at_1": 0.3}, {"step": 1, "reward": 0.1}])
 def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):
     (run / "a" / "metrics.jsonl").write_text(json.dumps(line))
@@ -102,7 +111,7 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, run, line):
         ("nowhere", "nowhere: no such directory"),
         ("e", "e/metrics.jsonl is empty: the run has no step yet"),
         ("e --question 0", "e/samples.jsonl is empty: the run has no step yet"),
-        ("nowhere --question 0", "nowhere/samples.jsonl, row 1: expected"),
+        ("nowhere --question 0", "nowhere/samples.jsonl: no such file"),
         ("a --question 1", "--question must be from 0 to 0, got 1"),
         ("a b --question 0", "--question takes one RUN"),
         ("c --question 0", "this group has no matrices"),

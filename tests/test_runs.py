@@ -121,7 +121,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, toy_model_dir, number):
     log = (tmp_path / "log-0").read_text()
     assert "stopping after this step" in log
     stopped = f"stopped after step {steps[-1]} of 500; resume with: "
-    assert stopped + "python train.py --resume --out run" in log and "at first" not in log
+    assert stopped + "python train.py --resume --out run" in log and "first" not in log
 
 
 def test_a_second_signal_of_either_kind_would_end_the_run():
