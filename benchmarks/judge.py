@@ -3,7 +3,8 @@
     python benchmarks/judge.py --model DIR --name "SmolLM2, warm start" --seed 0
 
 AUC is how often, within a question, a right sample receives a larger reward than a wrong one. Ties
-count half, and .5 is chance. Wrong samples are wrong work (the working is wrong) or slips (a wrong
+count half, and .5 is chance. "A wrong one ahead" is how often the wrong one receives the larger
+reward, ties left out. Wrong samples are wrong work (the working is wrong) or slips (a wrong
 answer after right work). A sample without an answer counts as wrong work. For each form of answer,
 the script also measures how often it is given, how often it is then right or a slip, and pi(a*|s)
 after right work where a* has that form. All numbers are means over questions, with 95% intervals
@@ -110,7 +111,11 @@ def statistics(group):
         values["mean reward", name] = R.mean().item()
         for against, wrong in ("", ~right), (", wrong work", ~right & ~slips), (", slips", slips):
             if right.any() and wrong.any():
-                values[f"AUC{against}", name] = auc(R[right], R[wrong])
+                difference = R[right][:, None] - R[wrong]
+                ties = 0.5 * (difference == 0)
+                values[f"AUC{against}", name] = ((difference > 0) + ties).mean().item()
+                ahead = (difference < 0).float().mean().item()
+                values[f"a wrong one ahead{against}", name] = ahead
         if ("AUC", "verifree") in values:
             values["AUC - verifree", name] = values["AUC", name] - values["AUC", "verifree"]
     if not right.all():
@@ -143,11 +148,6 @@ def right_work(group):
     first, second = re.escape(f"{first}={x}"), re.escape(second)
     working = re.compile(rf"{first}\b.*\b{second}(?:={value}\b|(?![=\d]))")
     return torch.tensor([bool(working.search(text)) for text in group["texts"]])
-
-
-def auc(right, wrong):
-    difference = right[:, None] - wrong
-    return ((difference > 0) + 0.5 * (difference == 0)).mean().item()
 
 
 def form_of(answer):
