@@ -84,7 +84,7 @@ def main():
             bar.update()
             bar.set_postfix_str(f"{line['name']}, seed {line['seed']}: {line['pass@1 end']}")
     lines = pandas.DataFrame(read(path))
-    text = f"{table(lines)}\n{by_seed(lines)}"
+    text = "\n".join([table(lines), *(by_seed(lines, f"pass@1 {at}") for at in ("middle", "end"))])
     path.with_suffix(".md").write_text(text)
     print(text)
     runs = sorted(out for out in RUNS.glob(f"{prefix}-*") if checkpoints(out))
@@ -181,10 +181,10 @@ def table(lines):
 T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
-def by_seed(lines):
-    """pass@1 of every run at its end, and CER's minus that of each other reward: the mean over the
-    seeds that both have, with a 95% interval of a t-test on the differences."""
-    scores, rows = lines.pivot(index="seed", columns="name", values="pass@1 end"), []
+def by_seed(lines, score):
+    """A score of every run, and CER's minus that of each other reward: the mean over the seeds that
+    both have, with a 95% interval of a t-test on the differences."""
+    scores, rows = lines.pivot(index="seed", columns="name", values=score), []
     for name in lines.name.unique():
         cells = ["" if math.isnan(score) else f"{score:.3f}" for score in scores[name]]
         ahead, interval = (scores.get("cer", math.nan) - scores[name]).dropna(), ""
@@ -192,7 +192,7 @@ def by_seed(lines):
             mean, half = ahead.mean(), T[len(ahead)] * ahead.sem()
             interval = f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
         rows.append([f"`{name}`", *cells, interval])
-    head = ["pass@1 at the end", *(f"seed {seed}" for seed in scores.index), "CER minus this"]
+    head = [score, *(f"seed {seed}" for seed in scores.index), "CER minus this"]
     return f"{markdown(head, rows)}\n"
 
 

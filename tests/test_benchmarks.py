@@ -23,7 +23,8 @@ def test_speed(script):
 def test_differences_are_paired_by_seed():
     """.3 and .2 for the two seeds that both have; Student's t for one degree of freedom."""
     ends = [("cer", 0, 0.8), ("cer", 1, 0.9), ("cer", 2, 0.1), ("exact", 1, 0.7), ("exact", 0, 0.5)]
-    table = compare_rewards.by_seed(pandas.DataFrame(ends, columns=["name", "seed", "pass@1 end"]))
+    lines = pandas.DataFrame(ends, columns=["name", "seed", "pass@1 end"])
+    table = compare_rewards.by_seed(lines, "pass@1 end")
     assert "| `exact` | 0.500 | 0.700 |  | +0.250 (-0.385 to +0.885) |" in table
 
 

@@ -84,6 +84,8 @@ def test_a_killed_run_equals_one_that_never_was(tmp_path, toy_model_dir, device)
     whole, rng = time.perf_counter() - started, random.Random(0)
     run, partial = tmp_path / "killed", tmp_path / "killed" / "checkpoints" / "partial"
     for kill in ["anywhere", "in a save", "in a save", "anywhere", "never"]:
+        if 8 in dict(checkpoints(run)):
+            break  # this process was faster than the whole run before, and came to its end
         resume = (run / "config.json").exists()
         arguments = "--out killed --resume" if resume else f"{flags} killed"
         process = start(train_in, tmp_path, arguments, device=device)

@@ -181,7 +181,7 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() 
     "--dataset good.jsonl --samples 4 --m 5": r"--m 5 is more than --samples 4",
     "--dataset good.jsonl --samples 1": r"--samples: expected at least 2, got 1",
     "--dataset good.jsonl --lr x": r"argument --lr: invalid float value: 'x'",
-    "--dataset good.jsonl --lr nan": r"--lr: expected 1e-12 to inf, got nan",
+    "--dataset good.jsonl --lr nan": r"--lr: expected at least 1e-12, got nan",
     "--dataset good.jsonl --out good.jsonl/x": r"good.jsonl/x",
     "--dataset good.jsonl --out used": r"--out used is not empty",
     "--dataset good.jsonl --resume": r"--resume needs --out",
