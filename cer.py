@@ -23,8 +23,8 @@ solution among them, the reward is unbiased at every N: E[ R_i | a_i = a ] = rho
 sample has an answer (docs/theory.md). The paper averages over M of the N solutions. If M < N, the
 other entries of each row are masked (choose_solutions).
 
-A right answer in other words ("14 eggs" for "14") comes from solutions that also lead to a*, and
-gets a similar reward. A wrong answer mostly comes from other solutions, and gets a small one. In
+A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
+similar reward. A wrong answer mostly comes from other solutions, and gets a small one. In
 expectation over the model's answers the reward equals that of exact match (Theorem 2): CER moves
 reward from the exact match to its paraphrases (and a little to wrong answers).
 
@@ -141,7 +141,7 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     contexts: token ids of question and solution, up to just before the brace of `\boxed{`.
 
     What is scored is a *finished* answer, "{14}" with its closing brace. Without the brace "1"
-    would collect the probability of "14", "15" and "10/3"; the sum over answers could pass 1 and
+    would collect the probability of "14", "15" and "10/3"; the sum over answers could exceed 1 and
     Theorem 2 would not hold. The brace often shares its token with the text before or after it
     (`}$`, `4}.`). So the score sums over the positions at which the token that closes the box can
     start. If `{14` has the tokens `{`, `1` and `4`, the closing token begins with `}` after `{14`,
@@ -195,8 +195,8 @@ def read_answers(model, spelled, lengths, cache):
     whose keys and values are in the cache -> the last hidden states [n, k, H] of each answer.
 
     The answers lie end to end in one row. A token attends to its context, and to its own answer up
-    to itself. For the answers 14 and 9 after the context "so \boxed", x marks what the token on the
-    left attends to:
+    to itself. For the answers 14 and 9 after the context "so \boxed", x marks what the token that
+    labels the line attends to:
 
                  so \boxed    { 1 4    { 9
         {         x    x      x . .    . .
@@ -227,7 +227,7 @@ def read_answers(model, spelled, lengths, cache):
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state  # [n, T, H]
-    cache.crop(-T)  # drops the answers' T positions again
+    cache.crop(-T)  # drops the answers' T positions
     return hidden.split(sizes, dim=1)
 
 

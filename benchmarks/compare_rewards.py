@@ -8,7 +8,6 @@ the script is started again, it resumes where it stopped. At the end it writes a
 CSV and draws the learning curves.
 """
 
-import json
 import math
 import os
 import random
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pandas
 import torch
+from judge import right_work
 from measure import ROOT, commit, markdown
 from tqdm import tqdm
 
@@ -75,7 +75,7 @@ def main():
             run_script(f"train.py {command}", log, threads)
         line = result(reward, seed, out, steps)
         if args.model:
-            line["pass@1 end"] = evaluate(out, steps, log, threads)
+            line |= evaluate(out, steps, log, threads)
         return line
 
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), unit="run") as bar:
@@ -84,7 +84,8 @@ def main():
             bar.update()
             bar.set_postfix_str(f"{line['name']}, seed {line['seed']}: {line['pass@1 end']}")
     lines = pandas.DataFrame(read(path))
-    text = "\n".join([table(lines), *(by_seed(lines, f"pass@1 {at}") for at in ("middle", "end"))])
+    scores = [s for s in ("pass@1 middle", "pass@1 end", "right work", "slips") if s in lines]
+    text = "\n".join([table(lines), *(by_seed(lines, score) for score in scores)])
     path.with_suffix(".md").write_text(text)
     print(text)
     runs = sorted(out for out in RUNS.glob(f"{prefix}-*") if checkpoints(out))
@@ -129,12 +130,20 @@ def run_script(command, log, threads):
 
 
 def evaluate(out, steps, log, threads):
-    """pass@1 of a finished run on all held-out questions."""
-    results = out / "evaluation" / "results.json"
-    if not results.exists():
-        command = f"evaluate.py --model {out}/checkpoints/step-{steps} --out {results.parent}"
+    """The shares of all held-out samples, at the end of a run, that are right, whose working is
+    right, and that are slips, which are wrong after right work."""
+    directory = out / "evaluation"
+    if not (directory / "results.json").exists():
+        command = f"evaluate.py --model {out}/checkpoints/step-{steps} --out {directory}"
         run_script(f"{command} {AT_THE_END}", log, threads)
-    return round(json.loads(results.read_text())["results"]["toy-test"]["pass_at_1"], 4)
+    samples = read_rows(directory / "samples.jsonl")
+    right = pandas.Series([sample["correct"] for sample in samples])
+    work = pandas.Series([right_work(s["question"], [s["text"]])[0].item() for s in samples])
+    return {
+        "pass@1 end": round(right.mean(), 4),
+        "right work": round(work.mean(), 4),
+        "slips": round((work & ~right).mean(), 4),
+    }
 
 
 def result(reward, seed, out, steps):

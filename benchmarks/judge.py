@@ -104,7 +104,7 @@ def statistics(group):
     """The statistics of one question -> {(statistic, which reward or form): value}. By Theorem 2
     the mean rewards of exact match, VeriFree and CER estimate the same number."""
     rewards, right = rewards_of(group), torch.tensor(group["correct"])
-    work = right_work(group)
+    work = right_work(group["question"], group["texts"])
     slips = ~right & work & torch.tensor([answer is not None for answer in group["answers"]])
     values = {("right", "samples"): right.float().mean().item()}
     for name, R in rewards.items():
@@ -142,12 +142,12 @@ def statistics(group):
 WORK = {story.question(): story.work(story.method) for story in itertools.chain(*toy.stories())}
 
 
-def right_work(group):
+def right_work(question, texts):
     """Whether the two steps of each sample's working are right -> bool [N]."""
-    first, x, second, value = WORK[group["question"]]
+    first, x, second, value = WORK[question]
     first, second = re.escape(f"{first}={x}"), re.escape(second)
     working = re.compile(rf"{first}\b.*\b{second}(?:={value}\b|(?![=\d]))")
-    return torch.tensor([bool(working.search(text)) for text in group["texts"]])
+    return torch.tensor([bool(working.search(text)) for text in texts])
 
 
 def form_of(answer):
@@ -192,7 +192,7 @@ def draw(lines, out):
     """Draw one column per model, averaged over its seeds. The AUC of each reward is at the top,
     with the mean of the intervals. The forms are at the bottom."""
     models = list(dict.fromkeys(lines.model))
-    size = (3.6 * len(models), 6.5)
+    size = (2.7 * len(models), 6.5)
     figure, axes = plot.plt.subplots(2, len(models), figsize=size, squeeze=False, sharey="row")
     for (above, below), model in zip(axes.T, models):
         means = lines[lines.model == model].groupby(["statistic", "which"], sort=False)
@@ -208,9 +208,10 @@ def draw(lines, out):
             bars = means["mean"].reindex([(name, form) for form in toy.FORMS])
             below.barh(numpy.arange(len(toy.FORMS)) + shift, bars, height=0.4, label=name)
         below.set_yticks(range(len(toy.FORMS)), toy.FORMS)
-    axes[0, 0].legend(loc="lower left", fontsize=8)
-    axes[1, 0].legend(loc="lower right", fontsize=8)
-    figure.tight_layout()
+        below.set_xlim(0, 1)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper center", ncol=3)
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="lower center", ncol=2)
+    figure.tight_layout(rect=(0, 0.05, 1, 0.95))
     plot.save(figure, out)
 
 
