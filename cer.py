@@ -14,7 +14,7 @@ With N samples (s_i, a_i) of one question:
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
 From a model, W is computed with one row for each distinct answer and one column for each sample
-that has an answer.
+with a closed box.
 
 Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). As
 the s_j are samples of pi(s|q), the posterior over them is row i of W divided by its sum, D^-1 W.
@@ -91,7 +91,7 @@ class Matrices:
     """What the rewards of one question are computed from (drawn in the paper's Fig. 2)."""
 
     distinct_answers: list[str]  # U, the rows of W
-    columns: list[int]  # the samples that have an answer; their solutions are the columns of W
+    columns: list[int]  # the samples with a closed box; their solutions are W's columns
     log_W: torch.Tensor  # [U, columns]; -inf if the solution is not among this answer's M
     log_P: torch.Tensor  # [columns]
 
