@@ -213,8 +213,7 @@ def read_answers(model, spelled, lengths, cache):
     device = lengths.device
     sizes = [len(tokens) for tokens in spelled]
     tokens = torch.tensor([t for tokens in spelled for t in tokens], device=device)  # [T]
-    answer_of = [u for u, k in enumerate(sizes) for _ in range(k)]  # which answer a token is in
-    answer_of = torch.tensor(answer_of, device=device)  # [T]
+    answer_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)  # [T]
     depth = torch.cat([torch.arange(k, device=device) for k in sizes])  # in its answer  [T]
     in_context = torch.arange(C, device=device) < lengths[:, None]  # [n, C]
     in_answer = (answer_of[:, None] == answer_of) & (depth[:, None] >= depth)  # [T, T]

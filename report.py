@@ -5,7 +5,6 @@ import datetime
 import json
 import math
 import os
-import sys
 import time
 
 import torch
@@ -184,7 +183,7 @@ class RunLog:
         self.shown |= {name: numbers[name] for name in SHORT_NAMES if name in numbers}
         self.bar.set_description_str(one_line(self.shown), refresh=False)
         self.bar.update()
-        if not sys.stderr.isatty():
+        if self.bar.disable:  # not on a terminal
             seconds = (time.perf_counter() - self.started) / (step - self.first_step + 1)
             eta = datetime.timedelta(seconds=round(seconds * (self.last_step - step)))
             text = f"step {step}/{self.last_step}  {one_line(numbers)}"

@@ -186,8 +186,11 @@ def main():
             numbers = [report.describe(*each) for each in zip(groups, R, A, records)]
             line = {"step": step} | report.means(run.all_gather(numbers))
             line |= {"loss": loss, "grad_norm": grad_norm, "lr": lr}
-            seconds = {"sample": sampled - start, "reward": rewarded - sampled}
-            seconds["update"] = end - rewarded
+            seconds = {
+                "sample": sampled - start,
+                "reward": rewarded - sampled,
+                "update": end - rewarded,
+            }
             tokens = line["completion_tokens"] * args.samples * args.questions
             line |= {"seconds": seconds, "tokens_per_second": tokens / (end - start)}
             skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1

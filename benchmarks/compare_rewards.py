@@ -66,7 +66,8 @@ def main():
 
     def train_and_measure(job):
         reward, seed = job
-        out, log = RUNS / f"{prefix}-{reward}-{seed}", RUNS / f"{prefix}-{reward}-{seed}.log"
+        name = f"{prefix}-{reward}-{seed}"
+        out, log = RUNS / name, RUNS / f"{name}.log"
         command = f"--model {warm_starts[seed]} --dataset toy --reward {reward} --seed {seed}"
         command += f" --steps {steps} --out {out} {recipe}"
         threads = 1 if args.jobs > 1 or not args.model else None
@@ -195,7 +196,7 @@ def by_seed(lines, score):
     both have, with a 95% interval of a t-test on the differences."""
     scores, rows = lines.pivot(index="seed", columns="name", values=score), []
     for name in lines.name.unique():
-        cells = ["" if math.isnan(score) else f"{score:.3f}" for score in scores[name]]
+        cells = ["" if math.isnan(x) else f"{x:.3f}" for x in scores[name]]
         ahead, interval = (scores.get("cer", math.nan) - scores[name]).dropna(), ""
         if name != "cer" and len(ahead) in T:
             mean, half = ahead.mean(), T[len(ahead)] * ahead.sem()

@@ -114,8 +114,9 @@ def statistics(group):
                 difference = R[right][:, None] - R[wrong]
                 ties = 0.5 * (difference == 0)
                 values[f"AUC{against}", name] = ((difference > 0) + ties).mean().item()
-                ahead = (difference < 0).float().mean().item()
-                values[f"a wrong one ahead{against}", name] = ahead
+        if ("AUC", name) in values:
+            ahead = R[~right] > R[right][:, None]
+            values["a wrong one ahead", name] = ahead.float().mean().item()
         if ("AUC", "verifree") in values:
             values["AUC - verifree", name] = values["AUC", name] - values["AUC", "verifree"]
     if not right.all():

@@ -97,16 +97,19 @@ def number(kind, low, high=float("inf")):
 # ----------------------------------------------------------------------------- lines and progress
 
 
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(text):
     """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         tqdm.write(text, file=sys.stderr)
 
 
 def progress(iterable=None, **options):
     """tqdm's progress bar, only on rank 0 and only on a terminal."""
-    is_rank_0 = os.environ.get("RANK", "0") == "0"
-    disable = None if is_rank_0 else True  # None: disabled unless on a terminal
+    disable = None if is_rank_0() else True  # None: disabled unless on a terminal
     return tqdm(iterable, dynamic_ncols=True, disable=disable, **options)
 
 
