@@ -2,12 +2,14 @@
 
     python benchmarks/compare_rewards.py --jobs 2
     python benchmarks/compare_rewards.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+    python benchmarks/compare_rewards.py --rewards cer@6e-4 exact@1e-3 --seeds 0 1 2
 
 The runs go to runs/compare_rewards/, --jobs at a time. A finished run adds a line to the CSV. If
 the script is started again, it resumes where it stopped. At the end it writes a table beside the
 CSV and draws the learning curves.
 """
 
+import json
 import math
 import os
 import random
@@ -30,53 +32,67 @@ from engine.files import checkpoints, read_flags, read_rows
 from engine.supervised import supervise
 
 RUNS = ROOT / "runs" / "compare_rewards"
+EVALUATION = "--eval-temperature 1 --eval-top-p 1 --eval-top-k 0"  # as on the toy
 TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy.LEARNING_RATE)
 REAL_RECIPE = "--questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --eval-limit 50"
-REAL_RECIPE += " --eval-runs 2 --eval-every 10 --save-every 10 --keep 1"
-# A real model is evaluated on a part of the questions while it is trained, and on all at the end.
-AT_THE_END = "--dataset toy-test --runs 4 --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 40"
+REAL_RECIPE += " --eval-runs 2 --eval-every 10 --keep 6"
+# A real model is evaluated on 50 questions while it is trained, and on all 200 after two thirds of
+# its steps and at the end.
+WHOLE = "--runs 4 --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 40"
+
+# Eight forms without number words, for --digits.
+DIGIT_FORMS = ["{n}", "{n} {unit}", "it is {n}", "exactly {n}", "{n} in total", "a total of {n}"]
+DIGIT_FORMS += ["{n} altogether", "{n} {unit} in total"]
 
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", help="a real model, Hugging Face id or directory (default: the toy's)")
-    add(
-        "--rewards", nargs="+", choices=rewards.REWARDS, default=list(rewards.REWARDS), help="names"
-    )
+    add("--rewards", nargs="+", default=list(rewards.REWARDS), help="NAME, or NAME@LR")
+    add("--digits", action="store_true", help="eight forms in digits, without number words")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run per reward and seed")
     add("--steps", type=count, help="of each run (default: 200, or 30 with a real model)")
     add("--jobs", type=count, default=1, help="runs at a time; if several, one CPU core each")
     add("--out", type=Path, help="the CSV (default: benchmarks/results/MODEL.csv)")
     args = parser.parse_args()
+    unknown = {name.partition("@")[0] for name in args.rewards} - set(rewards.REWARDS)
+    cli.require(not unknown, f"--rewards {unknown}: expected {', '.join(rewards.REWARDS)}")
     steps, prefix = args.steps or (30 if args.model else 200), Path(args.model or "toy").name
     path = args.out or ROOT / "benchmarks" / "results" / f"{prefix}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if args.digits:
+        prefix, toy.FORMS[:] = f"{prefix}-digits", DIGIT_FORMS
+    dataset, held_out = [write_questions(n) if args.digits else n for n in ("toy", "toy-test")]
 
     done = {(line["name"], line["seed"], line["steps"]) for line in read(path)}
     jobs = [(r, s) for s in args.seeds for r in args.rewards if (r, s, steps) not in done]
     recipe, warm_starts = REAL_RECIPE if args.model else TOY_RECIPE, {}
+    recipe += f" --save-every {max(1, steps // 6)}" if args.model else ""
     for seed in {seed for _, seed in jobs}:  # shared by all rewards; a real model has only one
         if args.model:
             warm_starts[seed] = make(RUNS / f"{prefix}-warm-start", warm_start, args.model)
         else:
             warm_starts[seed] = make(RUNS / f"{prefix}-warm-start-{seed}", toy.warm_start, seed)
-    if "general-verifier" in {reward for reward, _ in jobs}:
+    if any(name.startswith("general-verifier") for name, _ in jobs):
         recipe += f" --verifier-model {make(RUNS / 'verifier', train_verifier)}"
 
     def train_and_measure(job):
-        reward, seed = job
-        name = f"{prefix}-{reward}-{seed}"
-        out, log = RUNS / name, RUNS / f"{name}.log"
-        command = f"--model {warm_starts[seed]} --dataset toy --reward {reward} --seed {seed}"
+        name, seed = job
+        reward, _, lr = name.partition("@")
+        out, log = RUNS / f"{prefix}-{name}-{seed}", RUNS / f"{prefix}-{name}-{seed}.log"
+        command = f"--model {warm_starts[seed]} --dataset {dataset} --reward {reward} --seed {seed}"
         command += f" --steps {steps} --out {out} {recipe}"
+        command += f" --lr {lr}" if lr else ""
+        command += f" --eval-dataset {held_out} {EVALUATION}" if args.digits else ""
         threads = 1 if args.jobs > 1 or not args.model else None
         if steps not in dict(checkpoints(out)):
             command = f"--out {out} --resume" if (out / "config.json").exists() else command
             run_script(f"train.py {command}", log, threads)
-        line = result(reward, seed, out, steps)
+        line = result(name, seed, out, steps)
         if args.model:
-            line |= evaluate(out, steps, log, threads)
+            line |= evaluate(out, steps * 2 // 3, held_out, "middle", log, threads)
+            line |= evaluate(out, steps, held_out, "end", log, threads)
         return line
 
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(jobs), unit="run") as bar:
@@ -85,12 +101,13 @@ def main():
             bar.update()
             bar.set_postfix_str(f"{line['name']}, seed {line['seed']}: {line['pass@1 end']}")
     lines = pandas.DataFrame(read(path))
-    scores = [s for s in ("pass@1 middle", "pass@1 end", "right work", "slips") if s in lines]
+    scores = [f"{s} {at}" for at in ("middle", "end") for s in ("pass@1", "right work", "slips")]
+    scores = [score for score in scores if score in lines]
     text = "\n".join([table(lines), *(by_seed(lines, score) for score in scores)])
     path.with_suffix(".md").write_text(text)
     print(text)
-    runs = sorted(out for out in RUNS.glob(f"{prefix}-*") if checkpoints(out))
-    names = [read_flags(out)["reward"] for out in runs]
+    done = [(name, RUNS / f"{prefix}-{name}-{seed}") for name, seed in zip(lines.name, lines.seed)]
+    names, runs = zip(*[(name, out) for name, out in done if out.exists()])
     plot.draw_curves(runs, names, path.with_suffix(".png"))
 
 
@@ -120,6 +137,15 @@ def warm_start(directory, model, steps=60):
     tokenizer.save_pretrained(directory)
 
 
+def write_questions(name):
+    """The toy's questions with the forms of today as a file. One rule reads all forms in digits."""
+    path = RUNS / f"{name}-digits.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [row | {"verifier": "toy-rule"} for row in toy.rows(name)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def run_script(command, log, threads):
     """Run a script in a process of its own, and wait for its end."""
     environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
@@ -130,20 +156,20 @@ def run_script(command, log, threads):
     cli.require(ended.returncode == 0, f"{command} failed: see {log}")
 
 
-def evaluate(out, steps, log, threads):
-    """The shares of all held-out samples, at the end of a run, that are right, whose working is
-    right, and that are slips, which are wrong after right work."""
-    directory = out / "evaluation"
+def evaluate(out, step, held_out, when, log, threads):
+    """The shares of 4 samples of each held-out question, after a step of a run, that are right,
+    whose working is right, and that are slips, which are wrong after right work."""
+    directory = out / f"evaluation-{step}"
     if not (directory / "results.json").exists():
-        command = f"evaluate.py --model {out}/checkpoints/step-{steps} --out {directory}"
-        run_script(f"{command} {AT_THE_END}", log, threads)
+        command = f"evaluate.py --model {out}/checkpoints/step-{step} --out {directory}"
+        run_script(f"{command} --dataset {held_out} {WHOLE}", log, threads)
     samples = read_rows(directory / "samples.jsonl")
     right = pandas.Series([sample["correct"] for sample in samples])
     work = pandas.Series([right_work(s["question"], [s["text"]])[0].item() for s in samples])
     return {
-        "pass@1 end": round(right.mean(), 4),
-        "right work": round(work.mean(), 4),
-        "slips": round((work & ~right).mean(), 4),
+        f"pass@1 {when}": round(right.mean(), 4),
+        f"right work {when}": round(work.mean(), 4),
+        f"slips {when}": round((work & ~right).mean(), 4),
     }
 
 
@@ -187,8 +213,9 @@ def table(lines):
     return f"{markdown(head, rows)}\n\n{note}mean (lowest to highest).\n"
 
 
-# The 97.5% quantile of Student's t by the number of seeds.
-T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
+# The 97.5% quantile of Student's t for 2, 3, ... 20 seeds.
+T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160]
+T += [2.145, 2.131, 2.120, 2.110, 2.101, 2.093]
 
 
 def by_seed(lines, score):
@@ -198,8 +225,8 @@ def by_seed(lines, score):
     for name in lines.name.unique():
         cells = ["" if math.isnan(x) else f"{x:.3f}" for x in scores[name]]
         ahead, interval = (scores.get("cer", math.nan) - scores[name]).dropna(), ""
-        if name != "cer" and len(ahead) in T:
-            mean, half = ahead.mean(), T[len(ahead)] * ahead.sem()
+        if name != "cer" and len(ahead) > 1:
+            mean, half = ahead.mean(), T[len(ahead) - 2] * ahead.sem()
             interval = f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
         rows.append([f"`{name}`", *cells, interval])
     head = [score, *(f"seed {seed}" for seed in scores.index), "CER minus this"]
