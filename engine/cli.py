@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import errno
 import logging
 import os
 import signal
@@ -31,18 +30,14 @@ def first_line(error):
 
 def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
-    be opened, a full disk and a GPU out of memory become one line on stderr and exit code 2."""
+    be used and a GPU out of memory become one line on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
-    except InputError as error:
-        message = str(error)
-    except OSError as error:
-        if not error.filename and error.errno != errno.ENOSPC:
-            raise
+    except (InputError, OSError) as error:
         message = str(error)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
@@ -107,12 +102,8 @@ def say(text):
         tqdm.write(text, file=sys.stderr)
 
 
-def progress(iterable=None, **options):
-    """tqdm's progress bar, only on rank 0 and only on a terminal."""
+def progress(name, iterable=None, **options):
+    """tqdm's bar for one part of a step: on rank 0, on a terminal, and only if the part takes more
+    than ten seconds."""
     disable = None if is_rank_0() else True  # None: disabled unless on a terminal
-    return tqdm(iterable, dynamic_ncols=True, disable=disable, **options)
-
-
-def short_progress(name, iterable=None, **options):
-    """A bar for one part of a step, shown only if the part takes more than ten seconds."""
-    return progress(iterable, desc=name, delay=10, leave=False, **options)
+    return tqdm(iterable, name, delay=10, leave=False, disable=disable, **options)

@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+import pyarrow.parquet
+
 from engine.cli import InputError, first_line, require
 
 FORMATS = (".jsonl", ".json", ".parquet")
@@ -12,13 +14,18 @@ FORMATS = (".jsonl", ".json", ".parquet")
 def read_rows(path):
     """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
     because readers that guess types turn "014" into 14. InputError names the first bad row."""
-    path = Path(path)
-    rows = []
-    formats = ", ".join(FORMATS)
-    require(path.suffix in FORMATS, f"{path}: expected a file that ends in {formats}")
+    path, rows = Path(path), []
+    require(path.suffix in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
     require(path.is_file(), f"{path}: no such file")
     try:
-        for row in raw_rows(path):
+        if path.suffix == ".parquet":
+            source = pyarrow.parquet.read_table(path).to_pylist()
+        elif path.suffix == ".json":
+            source = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            lines = path.read_text(encoding="utf-8").split("\n")
+            source = (json.loads(line) for line in lines if line.strip())
+        for row in source:
             rows.append(dict(row))
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise InputError(
@@ -26,18 +33,6 @@ def read_rows(path):
             f"or .parquet file ({first_line(error)})"
         ) from error
     return rows
-
-
-def raw_rows(path):
-    if path.suffix == ".parquet":
-        import pyarrow.parquet  # imported here, because the other formats do not need it
-
-        yield from pyarrow.parquet.read_table(path).to_pylist()
-    elif path.suffix == ".json":
-        yield from json.loads(path.read_text(encoding="utf-8"))
-    else:
-        with open(path, encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file if line.strip())
 
 
 def write_atomically(path, text):
@@ -48,8 +43,11 @@ def write_atomically(path, text):
 
 
 def append_rows(path, rows):
+    """Append rows as JSON. JSON has no nan and no infinity, so these become null."""
     with open(path, "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        for row in rows:
+            finite = json.loads(json.dumps(row), parse_constant=lambda name: None)
+            file.write(json.dumps(finite) + "\n")
 
 
 def keep_steps_before(first_step, path):
@@ -62,13 +60,12 @@ def keep_steps_before(first_step, path):
 
 def read_flags(run):
     """The flags of a run, from its config.json."""
-    run = Path(run)
-    require(run.is_dir(), f"{run}: no such directory")
-    path = run / "config.json"
+    path = Path(run) / "config.json"
+    require(Path(run).is_dir(), f"{run}: no such directory")
     require(path.is_file(), f"{run} is not a run: it has no config.json")
     try:
         return dict(json.loads(path.read_text())["flags"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{path} is not the configuration of a run ({first_line(error)})"
         ) from error

@@ -5,7 +5,7 @@ import copy
 import torch
 from transformers import LogitsProcessor
 
-from engine.cli import short_progress
+from engine.cli import progress
 from engine.tokens import batches, pad
 
 
@@ -30,7 +30,6 @@ class EntropyProbe(LogitsProcessor):
         return logits
 
 
-@torch.no_grad()
 def generate(model, prompts, max_new_tokens, piece=512, name="sample", **settings):
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
@@ -42,36 +41,35 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     """
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
     stops, budget = set(model.generation_config.eos_token_id), tokens_that_fit(model)
-    unfinished, tokens = list(range(len(prompts))), 0
-    # Lengths are not known in advance, so the bar shows no remaining time.
-    bar_format = "{desc}: {n_fmt}/{total_fmt} samples finished{postfix} [{elapsed}]"
-    bar = short_progress(name, total=len(prompts), bar_format=bar_format)
+    unfinished, bar = list(range(len(prompts))), progress(name, total=len(prompts))
     while unfinished:
         lengths = [len(prompts[i]) + len(completions[i]) + piece for i in unfinished]
         batch = [unfinished[position] for position in next(batches(lengths, budget))]
-        unfinished = [i for i in unfinished if i not in batch]
-        rows = [prompts[i] + completions[i] for i in batch]
-        ids = pad(rows, side="left").to(model.device)  # on the left, so that all end in one column
-        mask = pad([[1] * len(row) for row in rows], side="left").to(model.device)
+        so_far = [prompts[i] + completions[i] for i in batch]
         room = max_new_tokens - min(len(completions[i]) for i in batch)
-        config = sampling_config(model, max_new_tokens=min(piece, room), **settings)
-        probe = EntropyProbe()
-        sampled = model.generate(
-            ids, attention_mask=mask, generation_config=config, logits_processor=[probe]
-        )[:, ids.shape[1] :].tolist()
-        for i, new, entropy in zip(batch, sampled, torch.stack(probe.steps, 1).tolist()):
-            new = new[: max_new_tokens - len(completions[i])]
-            stop = next((t for t, token in enumerate(new, start=1) if token in stops), None)
-            completions[i] += new[:stop]
-            entropies[i] += sum(entropy[: len(new[:stop])])
-            tokens += len(new[:stop])
-            if stop is None and len(completions[i]) < max_new_tokens:
-                unfinished.append(i)
-            else:
+        for i, ids, entropy in zip(batch, *extend(model, so_far, min(piece, room), settings)):
+            ids = ids[: max_new_tokens - len(completions[i])]
+            end = next((t for t, token in enumerate(ids, start=1) if token in stops), len(ids))
+            completions[i] += ids[:end]
+            entropies[i] += sum(entropy[:end])
+            if completions[i][-1] in stops or len(completions[i]) == max_new_tokens:
+                unfinished.remove(i)
                 bar.update()
-        bar.set_postfix_str(f"{tokens:,} tokens")
     bar.close()
     return completions, [total / len(ids) for total, ids in zip(entropies, completions)]
+
+
+@torch.no_grad()
+def extend(model, so_far, tokens, settings):
+    """Sample up to so many more tokens of each list of ids -> their ids, and for each token the
+    entropy of the model's distribution. Whatever follows a stop token is padding."""
+    ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
+    mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
+    config, probe = sampling_config(model, max_new_tokens=tokens, **settings), EntropyProbe()
+    longer = model.generate(
+        ids, attention_mask=mask, generation_config=config, logits_processor=[probe]
+    )
+    return longer[:, ids.shape[1] :].tolist(), torch.stack(probe.steps, 1).tolist()
 
 
 def tokens_that_fit(model):

@@ -25,12 +25,13 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
 
+
 import cer  # noqa: E402
-import toy  # noqa: E402
-from data import load_problems  # noqa: E402
 from engine import cli  # noqa: E402
-from engine.policy import load  # noqa: E402
+from engine.load import load  # noqa: E402
 from rollout import chat_messages  # noqa: E402
+from tasks import toy  # noqa: E402
+from tasks.data import load_problems  # noqa: E402
 
 
 def cer_rewards(trainer, prompts, completion_ids, references):

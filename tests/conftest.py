@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,12 +11,11 @@ import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import data
-import toy
-from engine import cli, run
+from engine import cli, ranks
 from engine.files import checkpoints, read_rows
 from engine.tokens import vocabulary
 from rollout import to_group
+from tasks import data, toy
 
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 
@@ -32,7 +32,7 @@ def device(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: name == "cuda")
     if dist.is_initialized():
         dist.destroy_process_group()
-    run.init_ranks()
+    ranks.init_ranks()
     torch.manual_seed(0)
     return name
 
@@ -78,8 +78,11 @@ def script(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", [module.__file__, *arguments.split()])
         if dist.is_initialized():
             dist.destroy_process_group()
+        handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
         with pytest.raises(SystemExit) as stop:
             cli.run_script(module.main)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         return stop.value.code or 0, *capsys.readouterr()
 
     return run_it

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 
 import train
-from engine import cli, policy, run
+from engine import cli, load, memory, policy, ranks
 from rloo import TrainingRow, update
 
 HERE = Path(__file__).parent
@@ -62,8 +62,8 @@ def train_in(directory, arguments):
 
 def two_updates(model_dir, rows, budget, lr, path):
     """Two optimizer steps; rank 0 saves what they did."""
-    device = run.init_ranks()
-    model = policy.Policy(policy.load_model(model_dir, "cpu", torch.float32).to(device))
+    device = ranks.init_ranks()
+    model = policy.Policy(load.load_model(model_dir, "cpu", torch.float32).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     done = [update(model, optimizer, rows, lr, budget) for _ in range(2)]
     weights = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}
@@ -76,23 +76,23 @@ def two_updates(model_dir, rows, budget, lr, path):
 def peak_of_an_update(model_dir, path):
     """The estimate of what the policy needs on a GPU, and the peak of two updates; the actor is on
     the meta device and takes nothing."""
-    device, rows = run.init_ranks(), [TrainingRow([9] * 1024, [0.0] + [1e-3] * 1023)] * 16
+    device, rows = ranks.init_ranks(), [TrainingRow([9] * 1024, [0.0] + [1e-3] * 1023)] * 16
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(model_dir, dtype=torch.bfloat16)
         actor = transformers.AutoModelForCausalLM.from_config(config)
         actor.tie_weights()
-    model = policy.Policy(policy.load_model(model_dir, "cpu", torch.float32).to(device))
+    model = policy.Policy(load.load_model(model_dir, "cpu", torch.float32).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         update(model, optimizer, rows, 1e-6, 4096)
     peak = torch.cuda.max_memory_allocated()
-    torch.save((policy.memory_needed(actor, 4096, False), peak), path)
+    torch.save((memory.memory_needed(actor, 4096, False), peak), path)
     dist.destroy_process_group()
 
 
 def fail_on_rank_1():
-    run.init_ranks()
+    ranks.init_ranks()
     if dist.get_rank() == 1:
         raise cli.InputError("the disk of this rank is gone")
     dist.barrier()

@@ -14,11 +14,11 @@ from conftest import group_of, on_devices, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import cer
-import data
 from cer import answer_logprobs, choose_solutions, exact_cer, rewards
-from engine.policy import load
+from engine.load import load
 from engine.tokens import pad, vocabulary
 from rollout import sample
+from tasks import data
 
 # ------------------------------------------------------------ the scorer and its specification
 

@@ -3,9 +3,9 @@ import json
 import pyarrow.parquet
 import pytest
 
-import data
-import toy
-from data import Problem, load_problems, split_answer
+from engine.tokens import split_answer
+from tasks import data, toy
+from tasks.data import Problem, load_problems
 
 BOXES = {
     r"so \boxed{14}.": "14",
@@ -155,7 +155,7 @@ def test_the_toys_ground_truth_reads_every_form():
     assert story.question().startswith("Ana has 3 bags of 4 eggs and 2 more")
     assert [story.work(m)[3] for m in range(3)] == [14, 18, 9]
     for value in 9, 14, 20, 42:
-        forms = [story.form(form, value) for form in toy.FORMS]
+        forms = [story.answer(form, value) for form in toy.FORMS]
         assert len(set(forms)) == 8 and {toy.value_of(form) for form in forms} == {value}
     for nonsense in "", "eggs", "it is", "14 14", "3*4+2", "014":
         assert toy.value_of(nonsense) is None

@@ -15,12 +15,12 @@ from transformers import (
     Qwen3Config,
 )
 
-import data
-from engine import policy, sampling
+from engine import load, memory, policy, sampling
 from engine.cli import InputError
 from engine.sampling import generate
 from engine.tokens import Vocabulary, split_answer, vocabulary
 from rollout import encode_prompt, sample, to_group
+from tasks import data
 
 # ------------------------------------------------------------------------------------------- tokens
 
@@ -99,7 +99,7 @@ def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_pa
     penalties = dict(repetition_penalty=1.5, top_k=20, temperature=0.3, no_repeat_ngram_size=2)
     settings = dict(do_sample=True, eos_token_id=[stop, 7], **penalties)
     padded = tiny_model(2 * len(tokenizer), initializer_range=0.02)
-    model, _ = policy.load(save(tmp_path, padded, tokenizer, **settings), "cpu")
+    model, _ = load.load(save(tmp_path, padded, tokenizer, **settings), "cpu")
     assert model.generation_config.repetition_penalty in (None, 1.0)
     assert model.generation_config.eos_token_id == sorted({stop, 7})  # its stop ids are kept
     rows, _ = generate(model, [[5, 6]] * 64, max_new_tokens=8)
@@ -109,7 +109,7 @@ def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_pa
 @pytest.fixture
 def loaded(device, tokenizer, tmp_path):
     directory = save(tmp_path, tiny_model(len(tokenizer)), tokenizer)
-    return policy.load(directory, device)[0].float()
+    return load.load(directory, device)[0].float()
 
 
 PROMPTS = [[5, 6, 7], [9] * 11, [30], [8, 8, 30, 31, 99], [100, 101]] * 3
@@ -164,7 +164,7 @@ def test_samples_follow_the_models_distribution(loaded):
 
 
 def test_a_group_says_what_was_sampled(toy_model_dir):
-    model, tokenizer = policy.load(toy_model_dir, "cpu")
+    model, tokenizer = load.load(toy_model_dir, "cpu")
     problems = data.load_problems("toy-test", 4)
     groups = sample(model, tokenizer, problems, 6, 18)
     vocab, stop, answered = vocabulary(tokenizer), tokenizer.eos_token_id, 0
@@ -217,7 +217,7 @@ def test_the_real_chat_template(qwen_tokenizer):
 
 REFUSED = {
     "no sliding window": dict(family="mistral", sliding_window=8),
-    "bert is an encoder": dict(family="bert", is_decoder=True),
+    "not laid out as Llama": dict(family="bert", is_decoder=True),
     "dropout must be 0": dict(attention_dropout=0.1),
     "more than the model has embeddings": dict(vocab_size=50),
 }
@@ -227,7 +227,7 @@ REFUSED = {
 def test_models_that_would_be_scored_wrongly_are_refused(tokenizer, tmp_path, says, config):
     save(tmp_path, tiny_model(len(tokenizer), **config), tokenizer)
     with pytest.raises(InputError, match=says):
-        policy.load(tmp_path, "cpu")
+        load.load(tmp_path, "cpu")
 
 
 PLANS = [  # GB of the card, ranks, flags -> (tokens, offloaded), or what is refused
@@ -253,13 +253,14 @@ def test_the_policy_is_fitted_into_the_memory_that_is_free(monkeypatch, card, ra
         actor.tie_weights()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     taken = 2 * sum(p.numel() for p in actor.parameters())
-    monkeypatch.setattr(policy, "free_memory", lambda: card * 1e9 - taken)
+    monkeypatch.setattr(memory, "free_memory", lambda: card * 1e9 - taken)
+    monkeypatch.setattr(memory, "all_gather", lambda part: part)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     if isinstance(says, str):
         with pytest.raises(InputError, match=says):
-            policy.plan_memory(actor, 6144, **flags)
+            memory.plan_memory(actor, 6144, **flags)
     else:
-        tokens, offload, sentence = policy.plan_memory(actor, 6144, **flags)
+        tokens, offload, sentence = memory.plan_memory(actor, 6144, **flags)
         assert (tokens, offload) == says
         by_itself = offload and "cpu_offload" not in flags
         assert ("since they do not fit on the GPU" in sentence) == by_itself

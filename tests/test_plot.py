@@ -68,7 +68,7 @@ def test_the_matrices_of_a_question(script, run, monkeypatch):
     code, out, err = script(plot, "a --question -1")
     assert code == 0 and out.strip() == "a/question--1.svg", err
     assert 5_000 < (run / "a" / "question--1.svg").stat().st_size < 300_000
-    P, _, W, R = figures[0].axes
+    P, W, R = figures[0].axes
     labels = [label.get_text() for label in W.get_yticklabels()]
     assert labels == ["=  14", "14 eggs", "14 eggs", "15", "(empty)", "(no answer)"]
     shown = [text.get_text() for text in R.texts]

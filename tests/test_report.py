@@ -1,15 +1,14 @@
 """What a run says: a line a step, warnings by their cause, a summary."""
 
 import re
-import signal
 
 import pytest
 import torch
 from conftest import FAST, group_of
 
-import report
 import train
 import warm_start
+from engine import log
 from engine.files import read_rows
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
@@ -25,25 +24,23 @@ HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "gra
     ],
 )
 def test_a_warning_names_the_cause(numbers, says):
-    assert says in str(report.warning(HEALTHY | numbers))
+    assert says in str(log.warning(HEALTHY | numbers))
 
 
 def test_an_empty_box_is_no_answer(tokenizer):
     texts, R = [r"\boxed{}", r"\boxed{7}", "no box", r"\boxed{"], torch.zeros(4)
-    numbers = report.describe(group_of(tokenizer, texts, "7"), R, R, {})
+    numbers = log.describe(group_of(tokenizer, texts, "7"), R, R, {})
     assert numbers["answered"] == 0.25 and numbers["unique_answers"] == 1
 
 
 def test_numbers_have_three_significant_digits():
     shown = {0.08274: ".0827", 0.9995: "1", 1.0: "1", 0.0: "0", 3.14159: "3.14"}
-    assert {x: report.brief(x) for x in shown} == shown
+    assert {x: log.brief(x) for x in shown} == shown
 
 
 def test_a_log_has_a_line_a_step(script, toy_model_dir):
     flags = f"--model {toy_model_dir} {FAST} --steps 3 --out run --eval-every 3"
-    before = signal.getsignal(signal.SIGTERM)
     code, out, err = script(train, flags)
-    assert signal.getsignal(signal.SIGTERM) == before  # the handler does not outlive main()
     lines = [line for line in err.splitlines() if line.startswith("step")]
     assert code == 0 and len(lines) == 3 and "\r" not in err
     assert re.fullmatch(

@@ -7,19 +7,17 @@ import pytest
 from conftest import group_of, tiny_model
 from test_cer import naive_logprobs
 
-import data
 import rewards
-import toy
-import verifiers
+from engine.tokens import split_answer
 from rewards import REWARDS
-from verifiers import verdict
+from tasks import data, toy, verifiers
+from tasks.verifiers import verdict
 
 
 @pytest.mark.parametrize("verifier", verifiers.VERIFIERS)
 def test_a_verifier_accepts_the_reference_and_nothing_without_a_box(verifier):
     problem = data.Problem("q", "14", verifier)
     assert verdict(problem, "14") == "right" and verdict(problem, "15") == "wrong"
-    assert verdict(problem, None) is None
 
 
 VERDICTS = [
@@ -94,9 +92,9 @@ def random_texts(rng, a_star):
 def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, a_star):
     model, rng, asked = tiny_model(len(tokenizer)), random.Random(a_star), []
 
-    def ask(verifier, triples):
-        asked.extend(triples)
-        return ["right" if "14" in answer else "undecided" for _, _, answer in triples]
+    def ask(verifier, pairs):
+        asked.extend(pairs)
+        return ["right" if "14" in answer else "undecided" for _, answer in pairs]
 
     monkeypatch.setattr(rewards, "ask", ask)
     texts = [["no box"] * 6] + [random_texts(rng, a_star) for _ in range(4)]
@@ -107,7 +105,7 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
 
     for k, group in enumerate(groups):
-        found = [data.split_answer(text) for text in group.texts]
+        found = [split_answer(text) for text in group.texts]
         boxed = [i for i in range(6) if found[i] is not None]
         answers = {i: found[i][1] for i in boxed}
         seen |= set(answers.values())
@@ -127,7 +125,7 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
             for name in REWARDS:
                 value = R[name][k, i].item()
                 assert value == pytest.approx(expected[name], rel=2e-3), (name, group.texts[i])
-        assert {answer for _, _, answer in asked} >= set(answers.values())
+        assert {answer for _, answer in asked} >= set(answers.values())
     assert len(asked) == len(set(asked)) and len(seen) > 4
 
 
@@ -161,6 +159,7 @@ def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, mo
         return [tokenizer.encode(f" Final Decision: {word}<eos>") for word in said], None
 
     monkeypatch.setattr(rewards, "generate", generate)
-    asked = [("How many?", "14", "fourteen"), ("{question}", "<eos>", "{answer}")]
+    asked = [(data.Problem("How many?", "14"), "fourteen")]
+    asked.append((data.Problem("{question}", "<eos>"), "{answer}"))
     assert rewards.ask((None, tokenizer), asked) == ["right", "wrong"]
     assert rewards.ask((None, tokenizer), []) == []

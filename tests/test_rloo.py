@@ -9,12 +9,12 @@ from conftest import group_of, on_devices, tiny_model, trained_tokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import rloo
-import toy
-from data import Problem
 from engine import policy
 from engine.tokens import vocabulary
 from rloo import TrainingRow, leave_one_out, microbatches, rloo_rows, update, verifree_rows
 from rollout import to_group
+from tasks import toy
+from tasks.data import Problem
 
 
 def test_each_sample_is_compared_with_the_mean_of_the_others():

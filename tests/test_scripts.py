@@ -1,6 +1,5 @@
 """The scripts as a user runs them; in this process, so that torch is imported once."""
 
-import argparse
 import json
 import re
 import shutil
@@ -16,6 +15,7 @@ import rewards
 import train
 from engine.files import read_rows
 from rewards import REWARDS
+from tasks.data import in_epochs
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -79,9 +79,9 @@ def test_given_flags_come_before_the_toys_and_the_papers(monkeypatch, flags, exp
 
 
 def test_an_epoch_shows_every_problem_once():
-    args = argparse.Namespace(questions=3, seed=0)
-    shown = [p for step in range(1, 5) for p in train.batch_of(step, list(range(6)), args)]
-    assert sorted(shown[:6]) == sorted(shown[6:]) == list(range(6)) and shown[:6] != shown[6:]
+    shown = in_epochs(range(6), 15, seed=0)
+    assert sorted(shown[:6]) == sorted(shown[6:12]) == list(range(6)) and shown[:6] != shown[6:12]
+    assert len(shown) == 15 and shown == in_epochs(range(6), 30, seed=0)[:15]
 
 
 # ------------------------------------------------------------------------------------------- resume
@@ -186,9 +186,6 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() 
     "--dataset good.jsonl --out used": r"--out used is not empty",
     "--dataset good.jsonl --resume": r"--resume needs --out",
     "--dataset good.jsonl --max-new-tokens 200": r"the model has 128 positions",
-    "--dataset good.jsonl --model empty": r"the model empty: it has no safetensors weights",
-    "--dataset good.jsonl --model bin": r"model bin: it has no safetensors .*\(.bin is not read\)",
-    "--dataset good.jsonl --model gguf": r"gguf: it has no safetensors .*\(.gguf is not read\)",
     "--dataset good.jsonl --model bare": r"the model bare: it has no tokenizer.json",
     "--dataset good.jsonl --model old": r"old is a run, .*last checkpoint is old/check",
     "--dataset good.jsonl --model Qwen/Qwen9": r"Qwen/Qwen9 \(no such directory, and .*id of one",
@@ -202,8 +199,7 @@ BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() 
 @pytest.mark.parametrize("arguments", BAD_INPUT)
 def test_bad_input_gets_one_clear_line(script, tmp_path, toy_model_dir, arguments):
     files = {name: content for name, (content, _) in BAD_FILES.items()} | {"good.jsonl": GOOD}
-    others = "used/metrics.jsonl empty/README bin/config.json bin/pytorch_model.bin gguf/model.gguf"
-    others += " bare/config.json bare/model.safetensors old/checkpoints/step-7/model.safetensors"
+    others = "used/metrics.jsonl bare/config.json old/checkpoints/step-7/model.safetensors"
     for name, content in (files | dict.fromkeys(others.split(), "")).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)

@@ -1,5 +1,4 @@
-"""CER in TRL (examples/trl_cer.py) and TRL beside train.py (benchmarks/against_trl.py), if TRL is
-installed (requirements-dev.txt)."""
+"""CER in TRL (examples/trl_cer.py), if TRL is installed (requirements-dev.txt)."""
 
 import shutil
 from types import SimpleNamespace
@@ -8,16 +7,15 @@ import pytest
 
 pytest.importorskip("trl")
 
-import against_trl
 import torch
 import trl_cer
 from transformers import AutoModelForCausalLM
 
-import toy
-from data import load_problems
-from engine.policy import load
+from engine.load import load
 from rewards import conditional_expectation
 from rollout import chat_messages, encode_prompt, to_group
+from tasks import toy
+from tasks.data import load_problems
 
 STEPS = "--steps {} --questions 4 --samples 4 --out out"
 
@@ -74,13 +72,3 @@ def test_what_would_be_silently_wrong_is_refused(monkeypatch):
     monkeypatch.setattr(trl_cer, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="the policy is sharded"):
         trl_cer.cer_rewards(*whole_groups)
-
-
-def test_speed_beside_train_py(script, toy_model_dir, tmp_path):
-    flags = f"--model {toy_model_dir} --questions 2 --samples 2 --steps 2 --out table.md"
-    code, _, err = script(against_trl, flags)
-    lines = (tmp_path / "table.md").read_text().splitlines()
-    assert code == 0, err
-    rows = [line.split(" | ") for line in lines[2:8]]
-    assert [row[2] for row in rows] == ["RLOOTrainer", "GRPOTrainer"] * 3
-    assert all(0.05 < float(row[-1].strip("| ")) < 50 for row in rows) and "trl 1." in lines[-2]

@@ -3,23 +3,24 @@
 Hub data sets and local files have the same row format.
 """
 
+import math
+import random
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import toy
 from engine.cli import InputError, first_line, require, say
 from engine.files import FORMATS, read_rows
 from engine.tokens import split_answer
-from verifiers import VERIFIERS
+from tasks import toy
+from tasks.verifiers import VERIFIERS
 
 
 @dataclass(frozen=True)
 class Problem:
     question: str  # q, with the options of a multiple-choice question as lines "A: ..."
     reference: str  # a*, verbatim as the data set has it
-    # How answers are verified: a name in verifiers.VERIFIERS (None until load_problems chooses).
-    verifier: str | None = "math"
+    verifier: str = "math"  # how answers are verified: a name in verifiers.VERIFIERS
 
 
 TOY = ("toy", "toy-test")  # made by toy.py
@@ -59,11 +60,10 @@ def load_problems(name_or_path, limit=None):
         rows = read_rows(name)
     problems, left_out = [], []
     for number, row in enumerate(rows, start=1):
-        found = to_problem(row)
-        if isinstance(found, Problem):
-            problems.append(found)
-        else:
-            left_out.append(f"row {number}: {found}")
+        try:
+            problems.append(to_problem(row))
+        except ValueError as reason:
+            left_out.append(f"row {number}: {reason}")
     if not problems:
         columns = f"; columns of the first row: {', '.join(rows[0])}" if rows else ""
         raise InputError(
@@ -73,9 +73,17 @@ def load_problems(name_or_path, limit=None):
     if left_out:
         first = "; ".join(left_out[:3])
         say(f"{name}: left out {len(left_out)} of {len(rows)} rows ({first})")
-    undecided = [problem for problem in problems if problem.verifier is None]
-    default = "text" if is_file and not looks_mathematical(undecided) else "math"
+    undecided = [problem.reference for problem in problems if not problem.verifier]
+    default = "text" if is_file and not look_mathematical(undecided) else "math"
     return [replace(p, verifier=p.verifier or default) for p in problems[:limit]]
+
+
+def in_epochs(rows, count, seed):
+    """The first `count` rows of endless epochs, each of which has a random order of its own. The
+    result depends only on the seed, so that a run can be resumed at any step."""
+    epochs = range(math.ceil(count / len(rows)))
+    orders = [random.Random(f"{seed} {epoch}").sample(rows, len(rows)) for epoch in epochs]
+    return [row for order in orders for row in order][:count]
 
 
 def hub_rows(name):
@@ -99,8 +107,8 @@ def beyond_mathematics(row):
 
 
 def to_problem(row):
-    """One row -> Problem (with verifier None if the row names none), or a string that says what the
-    row lacks. References are never stripped or rewritten, but numbers become text."""
+    """One row -> Problem, with the verifier "" if the row names none. ValueError says what the row
+    lacks. References are never stripped or rewritten, but numbers become text."""
     question, options = row.get("question") or row.get("problem"), row.get("options")
     reference = (row.get("answer_letter") if options else None) or row.get("answer")
     if reference in (None, "") and is_text(row.get("solution")):
@@ -111,19 +119,19 @@ def to_problem(row):
     if type(reference) in (int, float) and reference == reference:  # neither a bool nor nan
         reference = str(reference)
     if not is_text(question):
-        return "no question"
+        raise ValueError("no question")
     if not is_text(reference):
-        return "no reference answer"
-    verifier = row.get("verifier")
-    if verifier not in [None, *VERIFIERS]:
-        return f"the verifier {verifier!r} is not one of {', '.join(VERIFIERS)}"
+        raise ValueError("no reference answer")
+    verifier = row.get("verifier") or ("letter" if options else "")
+    if verifier not in ["", *VERIFIERS]:
+        raise ValueError(f"the verifier {verifier!r} is not one of {', '.join(VERIFIERS)}")
     if not options:
         return Problem(question, reference, verifier)
     by_letter = dict(zip("ABCDEFGHIJ", options)) if isinstance(options, list) else {}  # at most 10
     if reference not in by_letter:
-        return "the answer is not the letter of an option"
+        raise ValueError("the answer is not the letter of an option")
     lines = [f"{letter}: {option}" for letter, option in by_letter.items()]
-    return Problem("\n".join([question, *lines]), reference, verifier or "letter")
+    return Problem("\n".join([question, *lines]), reference, verifier)
 
 
 def is_text(value):
@@ -131,7 +139,7 @@ def is_text(value):
     return isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value)
 
 
-def looks_mathematical(problems):
+def look_mathematical(references):
     """Whether at least nine in ten references are numbers or formulas, with no words except in
     LaTeX commands and \\text."""
 
@@ -141,4 +149,4 @@ def looks_mathematical(problems):
         )
         return re.search(r"[^\W\d_]{2}", bare)
 
-    return sum(not has_words(p.reference) for p in problems) >= 0.9 * len(problems)
+    return sum(not has_words(reference) for reference in references) >= 0.9 * len(references)

@@ -5,14 +5,13 @@ Each row of a data set names its verifier. To add your own, write a function
 """
 
 import logging
-import re
 import time
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
-import toy
+from tasks import toy
 
 # math-verify with the settings of the paper's authors. The time limit is math-verify's default.
 MATH_VERIFY_SECONDS = 5
@@ -28,21 +27,26 @@ BOXED_LATEX = [
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # time-outs are counted, not logged
 
 
+class Undecided(Exception):
+    """A verifier cannot decide. The message, one word, is counted apart from "wrong"."""
+
+
 def equal_in_mathematics(answer, reference):
-    """Whether both are equal as mathematics -> "right", "wrong", "unparsed" or "timeout". The box
-    is given to math-verify without the text around it, where it would join neighbouring boxes."""
+    """Whether both are equal as mathematics. Undecided: "unparsed" or "timeout". The box is given
+    to math-verify without the text around it, where it would join neighbouring boxes."""
     start = time.perf_counter()
     gold, prediction = (
         parse(rf"\boxed{{{text}}}", BOXED_LATEX, extraction_mode="first_match")
         for text in (reference, answer)
     )
     if math_verify_equal(gold, prediction, timeout_seconds=MATH_VERIFY_SECONDS):
-        return "right"
+        return True
     if time.perf_counter() - start >= MATH_VERIFY_SECONDS:  # of three calls, so it may overcount
-        return "timeout"
+        raise Undecided("timeout")
     # What cannot be parsed as mathematics stays text, and text equals only the same text.
-    both_read = all(any(not isinstance(e, str) for e in found) for found in (gold, prediction))
-    return "wrong" if both_read else "unparsed"
+    if any(all(isinstance(e, str) for e in found) for found in (gold, prediction)):
+        raise Undecided("unparsed")
+    return False
 
 
 def same_letter(answer, reference):
@@ -56,11 +60,10 @@ def same_text(answer, reference):
 
 
 def plain_text(text):
-    words = " ".join(text.casefold().split())
-    return re.sub(r"^[\s.,;:!?\"'`]+|[\s.,;:!?\"'`]+$", "", words)
+    return " ".join(text.casefold().split()).strip(" .,;:!?\"'`")
 
 
-# The keys are the names that the rows of a data set use (data.Problem.verifier).
+# The keys are the names that the rows of a data set use (tasks.data.Problem.verifier).
 VERIFIERS = {
     "math": equal_in_mathematics,
     "letter": same_letter,
@@ -71,9 +74,10 @@ VERIFIERS = {
 
 
 def verdict(problem, answer):
-    """The verdict of the problem's verifier on an answer -> "right" (which pass@1 counts), "wrong",
-    with math-verify also "unparsed" or "timeout". None if there is no answer."""
-    if answer is None:
-        return None
-    said = VERIFIERS[problem.verifier](answer, problem.reference)
-    return said if isinstance(said, str) else "right" if said else "wrong"
+    """The verdict of the problem's verifier on an answer: "right" (which pass@1 counts), "wrong",
+    or with math-verify "unparsed" or "timeout"."""
+    try:
+        right = VERIFIERS[problem.verifier](answer, problem.reference)
+    except Undecided as reason:
+        return str(reason)
+    return "right" if right else "wrong"
