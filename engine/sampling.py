@@ -13,20 +13,23 @@ def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
     """The defaults are the model's own distribution. temperature=0 is greedy, top_k=0 keeps all."""
     if temperature > 0:
         settings |= dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    config = copy.deepcopy(model.generation_config)  # its stop and suppressed tokens
+    config = copy.deepcopy(model.generation_config)  # its stop tokens
     config.update(**settings)
     return config
 
 
-class EntropyProbe(LogitsProcessor):
-    """Records the entropy of each step's logits and does not change them."""
+class Probe(LogitsProcessor):
+    """Suppresses the ids beyond the tokenizer, and records the entropy of each step."""
 
-    def __init__(self):
-        self.steps = []  # [rows] each, in nats
+    def __init__(self, spelled_ids):
+        self.spelled_ids = spelled_ids
+        self.entropies = []  # [rows] each, in nats
 
     def __call__(self, ids, logits):
+        # generate()'s own suppress_tokens takes a list, and sorts the vocabulary at every step.
+        logits[:, self.spelled_ids :] = -torch.inf
         logp = logits.float().log_softmax(-1)
-        self.steps.append(-(logp.exp() * logp.clamp_min(-1e9)).sum(-1))  # 0 * -inf would be nan
+        self.entropies.append(-(logp.exp() * logp.clamp_min(-1e9)).sum(-1))  # 0 * -inf is nan
         return logits
 
 
@@ -65,11 +68,14 @@ def extend(model, so_far, tokens, settings):
     entropy of the model's distribution. Whatever follows a stop token is padding."""
     ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
     mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
-    config, probe = sampling_config(model, max_new_tokens=tokens, **settings), EntropyProbe()
+    probe = Probe(model.spelled_ids)
     longer = model.generate(
-        ids, attention_mask=mask, generation_config=config, logits_processor=[probe]
+        ids,
+        attention_mask=mask,
+        generation_config=sampling_config(model, max_new_tokens=tokens, **settings),
+        logits_processor=[probe],
     )
-    return longer[:, ids.shape[1] :].tolist(), torch.stack(probe.steps, 1).tolist()
+    return longer[:, ids.shape[1] :].tolist(), torch.stack(probe.entropies, 1).tolist()
 
 
 def tokens_that_fit(model):
