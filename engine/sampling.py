@@ -43,11 +43,12 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     cache is kept between pieces. settings: see sampling_config.
     """
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
-    stops, budget = set(model.generation_config.eos_token_id), tokens_that_fit(model)
+    stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
     unfinished, bar = list(range(len(prompts))), progress(name, total=len(prompts))
     while unfinished:
-        lengths = [len(prompts[i]) + len(completions[i]) + piece for i in unfinished]
-        batch = [unfinished[position] for position in next(batches(lengths, budget))]
+        lengths = [len(prompts[i]) + len(completions[i]) for i in unfinished]
+        needed = [row_bytes(model, length, piece) for length in lengths]
+        batch = [unfinished[position] for position in next(batches(needed, budget))]
         so_far = [prompts[i] + completions[i] for i in batch]
         room = max_new_tokens - min(len(completions[i]) for i in batch)
         for i, ids, entropy in zip(batch, *extend(model, so_far, min(piece, room), settings)):
@@ -78,16 +79,23 @@ def extend(model, so_far, tokens, settings):
     return longer[:, ids.shape[1] :].tolist(), torch.stack(probe.entropies, 1).tolist()
 
 
-def tokens_that_fit(model):
-    """How many tokens to hold at once. Their KV cache may take half of the GPU's free memory, or
-    4 GiB on a CPU. The other half is for the activations of one layer in the prefill."""
+def row_bytes(model, tokens, more):
+    """The memory of a row of so many tokens that samples `more`: in the prefill its keys and values
+    and the activations of one layer, or at the end all keys and values, those of one layer twice
+    while they grow. And some copies of a row of logits."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    kv = 2 * config.num_hidden_layers * kv_heads * head_dim
+    kv = 2 * config.num_hidden_layers * kv_heads * head_dim  # Qwen3-4B in bf16: 144 KiB a token
     layer = 4 * (config.hidden_size + config.intermediate_size)
-    bytes_per_token = max(kv, layer) * model.dtype.itemsize  # Qwen3-4B in bf16: 144 KiB, its KV
+    at_the_end = (tokens + more) * kv * (1 + 2 / config.num_hidden_layers)
+    largest = max(tokens * (kv + layer), at_the_end)
+    return largest * model.dtype.itemsize + 6 * 4 * config.vocab_size
+
+
+def bytes_that_fit(model):
+    """95% of the GPU's free memory, or 4 GiB on a CPU."""
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0] // 2 // bytes_per_token
-    return (4 << 30) // bytes_per_token
+        return 0.95 * torch.cuda.mem_get_info()[0]
+    return 4 << 30
