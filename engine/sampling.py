@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StaticCache
 
 from engine.cli import progress
 from engine.tokens import batches, pad
@@ -70,27 +70,29 @@ def extend(model, so_far, tokens, settings):
     ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
     mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
     probe = Probe(model.spelled_ids)
+    # A static cache is written in place. The default one is copied whole at every token. Under
+    # generate()'s own compilation the keys of grouped queries would be repeated for all heads.
     longer = model.generate(
         ids,
         attention_mask=mask,
-        generation_config=sampling_config(model, max_new_tokens=tokens, **settings),
+        past_key_values=StaticCache(model.config, max_cache_len=ids.shape[1] + tokens),
+        generation_config=sampling_config(
+            model, max_new_tokens=tokens, disable_compile=True, **settings
+        ),
         logits_processor=[probe],
     )
     return longer[:, ids.shape[1] :].tolist(), torch.stack(probe.entropies, 1).tolist()
 
 
 def row_bytes(model, tokens, more):
-    """The memory of a row of so many tokens that samples `more`: in the prefill its keys and values
-    and the activations of one layer, or at the end all keys and values, those of one layer twice
-    while they grow. And some copies of a row of logits."""
+    """The memory of a row of so many tokens that samples `more`: its keys and values, the
+    activations of one layer in the prefill, and some copies of its logits."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     kv = 2 * config.num_hidden_layers * kv_heads * head_dim  # Qwen3-4B in bf16: 144 KiB a token
     layer = 4 * (config.hidden_size + config.intermediate_size)
-    at_the_end = (tokens + more) * kv * (1 + 2 / config.num_hidden_layers)
-    largest = max(tokens * (kv + layer), at_the_end)
-    return largest * model.dtype.itemsize + 6 * 4 * config.vocab_size
+    return ((tokens + more) * kv + tokens * layer) * model.dtype.itemsize + 24 * config.vocab_size
 
 
 def bytes_that_fit(model):
