@@ -23,6 +23,8 @@ def init_ranks():
         # On Hopper torch 2.11 and later prefer cuDNN's attention, which makes a new plan for every
         # shape. Every decode step has a new shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # Batches of many shapes leave holes in segments of fixed size.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
         # Ranks wait for the one that samples longest, and for rank 0 to write files.
