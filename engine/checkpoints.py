@@ -17,6 +17,9 @@ from engine.cli import InputError, first_line, say
 from engine.files import checkpoints
 
 
+TENSORS_IN_A_FILE = 32
+
+
 def training_state(policy, optimizer):
     """The sharded weights and Adam's state by parameter name, without copies. (Before Adam's first
     step, torch creates its moments here, so that a checkpoint can be loaded into them.)"""
@@ -35,16 +38,19 @@ def reason(error):
 
 def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     """Save out/checkpoints/step-K/, a Hugging Face directory. Its folder training/ is for --resume;
-    every rank writes its own shards there, as safetensors. A checkpoint is renamed after it is
-    written and again before it is deleted, so a directory of that name is always complete."""
+    every rank writes its own shards there, as safetensors. A file is held in host memory twice
+    while it is written, so the state goes into many. A checkpoint is renamed after it is written
+    and again before it is deleted, so a directory of that name is always complete."""
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
     rank = dist.get_rank()
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     try:
-        writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
-        dcp.save(training_state(policy, optimizer), storage_writer=writer)
+        state = training_state(policy, optimizer)
+        file_of = {name: 1 + number // TENSORS_IN_A_FILE for number, name in enumerate(state)}
+        writer = HuggingFaceStorageWriter(str(partial / "training"), file_of, save_distributed=True)
+        dcp.save(state, storage_writer=writer)
         if rank == 0:
             actor.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
