@@ -163,7 +163,7 @@ def make_policy(model, actor, longest_prompt, args):
     tokens, offload, line = plan_memory(
         actor, longest_row, args.microbatch_tokens, args.cpu_offload
     )
-    policy = Policy(load_model(model, "cpu", torch.float32), offload)
+    policy = Policy(load_model(model, "cpu", "auto"), offload)
     # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
     fused = actor.device.type == "cuda"
     adam = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=fused)

@@ -1,6 +1,8 @@
-"""Decide how the policy fits into memory beside the actor."""
+"""Decide how the policy fits into memory beside the actor, and check the host's memory and disk."""
 
+import bisect
 import os
+import shutil
 
 import torch
 import torch.distributed as dist
@@ -23,50 +25,58 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     what = f"the longest prompt and --max-new-tokens add up to {longest_row} tokens"
     positions = getattr(actor.config, "max_position_embeddings", longest_row)
     require(longest_row <= positions, f"{what}, but the model has {positions} positions")
-    free, on_gpu = min(all_gather([free_memory()])), torch.cuda.is_available()
+    free, ranks = 0.97 * min(all_gather([free_memory()])), dist.get_world_size()
+    on_gpu = torch.cuda.is_available()
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
     least = most if microbatch_tokens else longest_row
-    for offload in [False, True] if on_gpu and not cpu_offload else [cpu_offload]:
-        fixed = memory_needed(actor, 0, offload)
-        fitting = int((free - fixed) / (memory_needed(actor, 1, offload) - fixed))
-        if fitting >= least:
-            tokens = min(most, fitting)
-            needed = memory_needed(actor, tokens, offload)
-            where = "policy and Adam in CPU memory" if offload else ""
-            where += ", since they do not fit on the GPU" if offload > cpu_offload else ""
+
+    def needed(tokens, offload, ranks=ranks):
+        return memory_needed(actor, tokens, offload, ranks)
+
+    ways = [False, True] if on_gpu and not cpu_offload else [cpu_offload]
+    for offload in ways:
+        tokens = bisect.bisect(range(most + 1), free, key=lambda t: needed(t, offload)) - 1  # noqa: B023
+        if tokens >= least:
+            moved = "policy and Adam in CPU memory" if offload else ""
+            moved += ", since they do not fit on the GPU" if offload > cpu_offload else ""
             line = (
-                f"memory: {where}{'; ' if offload else ''}{tokens:,} tokens in a micro-batch, "
-                f"about {needed / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
+                f"memory: {moved}{'; ' if offload else ''}{tokens:,} tokens in a micro-batch, about "
+                f"{needed(tokens, offload) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
             )
             return tokens, offload, line
-    advice = "more GPUs (torchrun), shorter rows or a smaller model"
-    if microbatch_tokens and fitting >= longest_row:
-        advice = f"--microbatch-tokens {longest_row}"
-    needed = memory_needed(actor, least, offload)
+
+    advice = ["shorter rows", "a smaller model"]
+    if microbatch_tokens and min(needed(longest_row, offload) for offload in ways) <= free:
+        advice = [f"--microbatch-tokens {longest_row}"]
+    if enough := [k for k in (2, 4, 8, 16, 32, 64) if k > ranks and needed(least, False, k) <= free]:
+        advice.insert(0, f"{enough[0]} GPUs (torchrun)")
+    smallest = min(needed(least, offload) for offload in ways)
     raise InputError(
-        f"training at world size {dist.get_world_size()} with {least} tokens in a micro-batch "
-        f"needs about {needed / 1e9:.3g} GB beside the actor, and {free / 1e9:.3g} GB are free: "
-        f"use {advice}"
+        f"training with {least} tokens in a micro-batch needs about {smallest / 1e9:.3g} GB per "
+        f"{'GPU' if on_gpu else 'rank'} beside the actor, and {free / 1e9:.3g} GB are free: use "
+        + " or ".join(advice)
     )
 
 
-def memory_needed(actor, tokens, cpu_offload):
+def memory_needed(actor, tokens, cpu_offload, ranks):
     """Bytes that the policy needs on each rank with so many tokens in a micro-batch, estimated from
-    the shapes alone."""
-    config, layers, ranks = actor.config, actor.base_model.layers, dist.get_world_size()
+    the shapes alone. docs/running.md compares it with simulated peaks."""
+    config, layers = actor.config, actor.base_model.layers
     on_gpu = torch.cuda.is_available()
     parameters, in_layers = (sum(p.numel() for p in m.parameters()) for m in (actor, layers))
     # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.
     state = 4 * parameters if cpu_offload and on_gpu else 16 * parameters / ranks
-    # FSDP's root group is the embeddings: gathered, their gradient, and its sum over the ranks.
-    root = (8 + 4 / ranks) * (parameters - in_layers)
     # What is kept: each layer's input, the activations of one layer (on a CPU, of all layers) and
-    # their gradient, and the logits of a chunk.
+    # their gradient.
     one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
     layers_held = 1 if on_gpu else len(layers)
     kept = len(layers) * config.hidden_size + (layers_held + 1) * one_layer
+    # FSDP's root group is the embeddings. They are gathered, and there is the gradient of lm_head,
+    # while the layers run backward. After that the root's gradient is summed over the ranks.
+    root, head = parameters - in_layers, config.vocab_size * config.hidden_size
+    backward = 2 * root + 4 * head + actor.dtype.itemsize * kept * tokens
     logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
-    return state + root + actor.dtype.itemsize * kept * tokens + logits
+    return state + max(backward, (6 + 4 / ranks) * root) + logits
 
 
 def free_memory():

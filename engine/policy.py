@@ -21,7 +21,8 @@ class Policy(torch.nn.Module):
     """The trained model, sharded over all ranks (even over one) by FSDP2, with fp32 shards and
     gradient sums. On GPUs it computes in bf16 and recomputes activations in the backward pass.
 
-    model: a Hugging Face model on the CPU. cpu_offload keeps shards, gradients and Adam in CPU
+    model: a Hugging Face model on the CPU, in any precision. It becomes fp32 layer by layer, so that
+    the host never holds all of it in fp32. cpu_offload keeps shards, gradients and Adam in CPU
     memory. Gradients are then moved there once per step, not after every micro-batch.
     """
 
@@ -37,9 +38,11 @@ class Policy(torch.nn.Module):
             model.activation_checkpointing_enable()
         if cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
-        for layer in model.base_model.layers:
-            fully_shard(layer, **options)
-        fully_shard(self, **options)
+        for module in [*model.base_model.layers, self]:
+            for parameter in module.parameters():
+                if parameter.dtype.itemsize < 4:
+                    parameter.data = parameter.data.float()
+            fully_shard(module, **options)
 
     def forward(self, ids, at):
         """ids [b, L], padded on the right; at [b, L], bool, False in the first column
