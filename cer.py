@@ -106,8 +106,9 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     column stays, since its solution is a sample of the prior like any other.
 
     model: see answer_logprobs. The samples must be the model's own, at temperature 1 without top-k
-    or top-p. Otherwise they are not samples of pi(s|q).
+    or top-p. Otherwise they are not samples of pi(s|q). Raises ValueError for other inputs.
     """
+    check_inputs(prompt, completions, reference, M)
     boxes = [vocabulary(tokenizer).locate_answer(ids) for ids in completions]
     columns = [j for j, box in enumerate(boxes) if box]
     contexts = [prompt + completions[j][: boxes[j].solution_length] for j in columns]
@@ -124,6 +125,18 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
         reward_of[""] = 0.0
     R = torch.tensor([reward_of[box.answer] if box else 0.0 for box in boxes])
     return R, Matrices(answers, columns, log_W, log_P)
+
+
+def check_inputs(prompt, completions, reference, M):
+    """Raise ValueError for what would give a wrong reward without an error."""
+    if not all(isinstance(ids, list) for ids in [prompt, completions, *completions]):
+        raise ValueError("expected lists of token ids: tensor.tolist()")
+    if prompt and completions and all(ids[: len(prompt)] == prompt for ids in completions):
+        raise ValueError("the completions begin with the prompt: pass ids[len(prompt):]")
+    if not isinstance(reference, str):
+        raise ValueError(f"the reference must be a string, got {reference!r}")
+    if M is not None and M < 1:
+        raise ValueError(f"M must be at least 1, got {M}")
 
 
 # ----------------------------------------------------------------------------- W and P from a model
@@ -149,8 +162,10 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
                  v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
 
-    Other ways to spell "{14" itself in tokens are left out, which makes this a lower bound.
-    docs/measurements.md compares it with a real model's samples.
+    The brace can change the tokens before it: SmolLM2 spells `(C)}` with the last token `)}`, and
+    `(C)}}` with `)` and `}}`. So both spellings count, that of "{answer" and that of "{answer}"
+    (see spellings). Others are left out, which makes this a lower bound. docs/measurements.md
+    compares it with a real model's samples.
 
     Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
     usually one more over all answers after each context (see read_answers). A naive scorer runs
@@ -165,14 +180,14 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
-    spelled = [vocab.encode("{" + answer) for answer in answers]  # t_1..t_k of each
-    closers = [closing_tokens(vocab, tokens) for tokens in spelled]
+    spelled = [(u, *way) for u, answer in enumerate(answers) for way in spellings(vocab, answer)]
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
-    passes = list(batches([len(tokens) for tokens in spelled], ANSWER_TOKENS_AT_ONCE))
-    longest_pass = max((sum(len(spelled[u]) for u in in_pass) for in_pass in passes), default=0)
+    sizes = [len(tokens) for _, tokens, _ in spelled]
+    passes = list(batches(sizes, ANSWER_TOKENS_AT_ONCE))
+    longest_pass = max((sum(sizes[k] for k in in_pass) for in_pass in passes), default=0)
 
-    scores = torch.empty(len(answers), len(contexts), device=model.device)
+    scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
     for batch in batches([len(context) + longest_pass for context in contexts], TOKENS_AT_ONCE):
         # No token attends to what is on its right, so padding on the right needs no mask.
         ids = pad([contexts[j] for j in batch]).to(model.device)  # [n, C]
@@ -180,11 +195,12 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         out = model.base_model(input_ids=ids, use_cache=True)
         first = out.last_hidden_state[torch.arange(len(batch)), lengths - 1]  # predicts t_1  [n, H]
         for in_pass in passes:
-            tokens = [spelled[u] for u in in_pass]
-            hidden = read_answers(model, tokens, lengths, out.past_key_values)
-            for u, states in zip(in_pass, hidden):
+            ways = [spelled[k] for k in in_pass]
+            read = read_answers(model, [way[1] for way in ways], lengths, out.past_key_values)
+            for (u, tokens, closers), states in zip(ways, read):
                 states = torch.cat([first[:, None], states], dim=1)  # [n, k + 1, H]
-                scores[u, batch] = log_finished(model.lm_head, states, spelled[u], closers[u])
+                log_pi = log_finished(model.lm_head, states, tokens, closers)
+                scores[u, batch] = scores[u, batch].logaddexp(log_pi)
     return scores
 
 
@@ -228,10 +244,22 @@ def read_answers(model, spelled, lengths, cache):
     return hidden.split(sizes, dim=1)
 
 
-def closing_tokens(vocab, tokens):
-    """The tokens that close the box after t_1..t_i, for i = 0..k -> k + 1 lists of token ids."""
-    missing = [vocab.join(tokens[i:]) + b"}" for i in range(len(tokens) + 1)]
-    return [vocab.beginning_with(rest) for rest in missing]
+def spellings(vocab, answer):
+    """The ways in which the tokenizer spells "{answer}" -> list of (t_1..t_k, closers): closers[i]
+    are the tokens that close the box after t_1..t_i, for i = 0..k. Where both ways begin alike,
+    only the first has closers, so that nothing counts twice."""
+    without_brace, with_brace = (vocab.encode("{" + answer + brace) for brace in ("", "}"))
+    text, ways, seen = vocab.join(without_brace) + b"}", [], set()
+    for tokens in without_brace, with_brace[:-1]:  # the last token holds the brace
+        closers = []
+        for i in range(len(tokens) + 1):
+            rest = text[len(vocab.join(tokens[:i])) :]
+            new = tuple(tokens[:i]) not in seen
+            closers.append(vocab.beginning_with(rest) if new else [])
+            seen.add(tuple(tokens[:i]))
+        if any(closers):
+            ways.append((tokens, closers))
+    return ways
 
 
 def log_finished(lm_head, states, tokens, closers):

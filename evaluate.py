@@ -6,7 +6,10 @@ The sampler is the one used in training. By default its settings are the paper's
 temperature 0.6, top-p 0.95, top-k 20.
 """
 
+import functools
 import json
+import math
+from pathlib import Path
 
 import pandas
 import torch.distributed as dist
@@ -14,11 +17,11 @@ import torch.distributed as dist
 from engine import cli
 from engine.files import append_rows, write_atomically
 from engine.load import load
-from engine.log import new_directory
+from engine.log import claim, say_hours
 from engine.ranks import all_gather, init_ranks, seed_everything
 from rollout import encode_prompt, sample
 from tasks.data import HUB, TOY, load_problems
-from tasks.verifiers import verdict
+from tasks.verifiers import VERIFIERS, verdict
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
@@ -29,15 +32,10 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
 
     summary: pass_at_1 (mean over questions of the share of right samples), stderr (standard error
     of that mean over questions), exact_match, answered and truncated (shares of samples), tokens
-    (mean length of a completion), questions, runs. max_new_tokens is reduced if the model has too
-    few positions.
+    (mean length of a completion), questions, runs.
     """
     seed_everything(seed, "evaluation")
     rank, world = dist.get_rank(), dist.get_world_size()
-    longest = max(len(encode_prompt(tokenizer, problem)) for problem in problems)
-    room = getattr(model.config, "max_position_embeddings", 0) - longest
-    if room > 0:
-        max_new_tokens = min(max_new_tokens, room)
     mine = problems[rank::world]
     groups = sample(model, tokenizer, mine, runs, max_new_tokens, name="evaluation", **settings)
     records = [
@@ -70,6 +68,30 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     return summary, records
 
 
+def say_short_rooms(model, tokenizer, problems, max_new_tokens):
+    """Say how many prompts leave less room than max_new_tokens. Their samples are cut off there."""
+    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
+    sizes = [len(encode_prompt(tokenizer, problem)) for problem in problems]
+    if short := sum(size + max_new_tokens > positions for size in sizes):
+        cli.say(
+            f"{short} of {len(sizes)} prompts leave room for less than --max-new-tokens "
+            f"{max_new_tokens}, since the model has {positions} positions"
+        )
+
+
+def saved_results(args):
+    """The data sets that an interrupted evaluation with the same flags has finished."""
+    path = Path(args.out or "") / "results.json"
+    if not (args.out and path.exists()):
+        return {}
+    report = json.loads(path.read_text())
+    same = report["args"] == vars(args)
+    cli.require(
+        same, f"--out {args.out} holds an evaluation with other flags: choose a new directory"
+    )
+    return report["results"]
+
+
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
@@ -77,6 +99,7 @@ def main():
     names = f"comma-separated names ({', '.join([*TOY, *HUB])}) or files"
     add("--dataset", required=True, help=names)
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
+    add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
     add("--max-new-tokens", type=count, default=8192, help="longer completions are cut off")
     add("--temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
@@ -86,24 +109,26 @@ def main():
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
     args = parser.parse_args()
     device = init_ranks()
-    out = new_directory(args.out, "eval")
-    datasets = {name: load_problems(name, args.limit) for name in args.dataset.split(",")}
+    results = saved_results(args)
+    out = claim(args.out, "eval", resume=bool(results))
+    load_named = functools.partial(load_problems, limit=args.limit, verifier=args.verifier)
+    datasets = {name: load_named(name) for name in args.dataset.split(",") if name not in results}
     model, tokenizer = load(args.model, device)
-    if dist.get_rank() == 0:  # an unwritable file fails now, not after hours
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "samples.jsonl").touch()
+    cli.say(f"files: {out}. After an interruption the same command with --out {out} goes on")
 
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    results = {}
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
+        say_hours(model, 2, len(problems) * runs * args.max_new_tokens, f"the evaluation on {name}")
+        say_short_rooms(model, tokenizer, problems, args.max_new_tokens)
         results[name], records = evaluate(
             model, tokenizer, problems, runs, args.max_new_tokens, args.seed, **sampling
         )
         if dist.get_rank() == 0:  # save now, since the next data set may take hours
-            append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])
             report = {"args": vars(args), "results": results}
             write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
+            cli.MADE.clear()
+            append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])
             cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
     if dist.get_rank() == 0:
         table = pandas.DataFrame.from_dict(results, orient="index")

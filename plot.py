@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 
 from engine.cli import Parser, require, run_script
-from engine.files import read_flags, read_rows
+from engine.files import read_config, read_rows
 
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
@@ -150,7 +150,7 @@ def draw_curves(runs, names, out, window=10):
 
 
 def read_log(path):
-    lines = read_rows(path)
+    lines = read_rows(path, log=True)
     require(lines, f"{path} is empty: the run has no step yet")
     return lines
 
@@ -164,7 +164,7 @@ def read_metrics(run):
 
 def names_of(runs):
     """Name each run by its reward and by the other flags in which the runs differ, except seed."""
-    flags = pandas.DataFrame([read_flags(run) for run in runs], dtype=object)
+    flags = pandas.DataFrame([read_config(run)["flags"] for run in runs], dtype=object)
     differ = [name for name in flags if flags[name].map(repr).nunique() > 1]
     return [
         ", ".join([row.reward, *(f"{n} {row[n]}" for n in differ if n not in ("reward", "seed"))])

@@ -6,10 +6,12 @@ arguments that it needs (actor, tokenizer, M, verifier) and ignores the others. 
 answer (no closed box) gets reward 0 from every reward function.
 """
 
+import re
+
 import torch
 
 import cer
-from engine.cli import progress
+from engine.cli import progress, require
 from engine.sampling import generate
 from tasks.verifiers import verdict
 
@@ -73,13 +75,31 @@ def as_rewards(right):
 
 
 def by_verdict(groups, verdict):
-    """verdict(problem, answer) -> R [B, N], 1 where it is "right", and the verdicts as records."""
-    verdicts = [
-        [None if answer is None else verdict(group.problem, answer) for answer in group.answers]
-        for group in groups
-    ]
-    R, _ = as_rewards([[said == "right" for said in of_group] for of_group in verdicts])
+    """verdict(problem, answer) -> R [B, N], 1 where it is "right", and the verdicts as records. It
+    is asked once for each distinct answer of a group. No answer has the verdict None."""
+    verdicts = []
+    for group in groups:
+        said = {None: None}
+        for answer in group.answers:
+            if answer not in said:
+                said[answer] = verdict(group.problem, answer)
+        verdicts.append([said[answer] for answer in group.answers])
+    R, _ = as_rewards([[one == "right" for one in of_group] for of_group in verdicts])
     return R, [{"verdicts": of_group} for of_group in verdicts]
+
+
+def compute_rewards(name, groups, **models):
+    """The reward of this name, checked -> R [B, N] and B records."""
+    R, records = REWARDS[name](groups, **models)
+    expected = (len(groups), len(groups[0].answers))
+    require(
+        torch.is_tensor(R) and R.shape == expected and R.isfinite().all(),
+        f"the reward {name!r} ({REWARDS[name].__name__}) must return finite numbers R {expected}, "
+        f"one for each question and sample; it returned {R}",
+    )
+    records_needed = f"the reward {name!r} must return a record (a dict) for each of the groups"
+    require([type(record) for record in records] == [dict] * len(groups), records_needed)
+    return R, records
 
 
 REWARDS = {
@@ -125,7 +145,7 @@ def ask(verifier, pairs):
 
 
 def decision(output):
-    """The verdict in the verifier's reply (without the prompt, which contains both decisions)."""
-    if "Final Decision: Yes" in output:
-        return "right"
-    return "wrong" if "Final Decision: No" in output else "undecided"
+    """The verdict in the verifier's reply: its last decision. One that is quoted, as in an echo of
+    the prompt, is none, and neither is "Yes/No"."""
+    said = re.findall(r"""Final Decision: (Yes|No)\b(?![/"'])""", output)
+    return {"Yes": "right", "No": "wrong"}[said[-1]] if said else "undecided"

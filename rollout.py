@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jinja2
 
-from engine.cli import InputError, first_line
+from engine.cli import InputError, first_line, require
 from engine.sampling import generate
 from engine.tokens import Box, vocabulary
 from tasks.data import Problem
@@ -22,7 +22,7 @@ class Group:
     texts: list[str]  # N, decoded, without special tokens
     boxes: list[Box | None]  # N; where the answer is, None without a closed box
     truncated: list[bool]  # N; whether the length limit cut it off
-    entropies: list[float]  # N; entropy of the next token, mean over the completion, in nats
+    entropies: list[float] | None  # N, if the sampler knows them; see engine.sampling.generate
 
     @property
     def answers(self):
@@ -59,6 +59,8 @@ def encode_prompt(tokenizer, problem):
     """The prompt as token ids, through the chat template, or as plain text if the tokenizer has
     none."""
     messages = chat_messages(problem)
+    control = [token for token in tokenizer.all_special_tokens if token in problem.question]
+    require(not control, f"the question {problem.question[:80]!r} has a control token, {control}")
     if not tokenizer.chat_template:
         return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
     try:
@@ -81,7 +83,8 @@ def sample(model, tokenizer, problems, N, max_new_tokens, **settings):
     groups = []
     for k, (problem, prompt) in enumerate(zip(problems, prompts)):
         own = slice(k * N, (k + 1) * N)
-        groups.append(to_group(tokenizer, stops, problem, prompt, completions[own], entropies[own]))
+        of_group = completions[own], entropies and entropies[own]
+        groups.append(to_group(tokenizer, stops, problem, prompt, *of_group))
     return groups
 
 

@@ -7,6 +7,8 @@
 main() is the method. Below it stand the parts of its set-up, and the flags.
 """
 
+import hashlib
+import shlex
 from pathlib import Path
 
 import torch
@@ -15,18 +17,19 @@ import torch.distributed as dist
 from engine import cli
 from engine.checkpoints import load_checkpoint, save_checkpoint
 from engine.cli import InputError, require
-from engine.files import read_flags
+from engine.files import checkpoints, read_config
 from engine.load import load, load_model
-from engine.log import RunLog, new_directory
-from engine.memory import plan_memory
+from engine.log import RunLog, claim
+from engine.memory import check_host, plan_memory
 from engine.policy import Policy, copy_weights
 from engine.ranks import Stop, all_gather, init_ranks, seed_everything
 from evaluate import evaluate
-from rewards import REWARDS
+from rewards import REWARDS, compute_rewards
 from rloo import leave_one_out, rloo_rows, update, verifree_rows
 from rollout import encode_prompt, sample
 from tasks import toy
 from tasks.data import HUB, TOY, in_epochs, load_problems
+from tasks.verifiers import VERIFIERS
 
 
 def main():
@@ -34,34 +37,31 @@ def main():
     device = init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
     require(args.questions >= world, f"--questions must be at least {world}, one per rank")
-    name = f"{Path(args.dataset).name}-{args.reward}"
-    out = Path(args.out) if args.resume else new_directory(args.out, name)
-    problems = load_problems(args.dataset)
-    held_out = load_problems(args.eval_dataset, args.eval_limit) if args.eval_dataset else []
+    out = claim(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
+    problems = load_problems(args.dataset, verifier=args.verifier)
+    held_out = []
+    if args.eval_dataset:
+        held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
+    data = fingerprint(problems)
+    check_resumed(out, data, args)
 
     # The actor samples and scores. The policy is trained, and copied to the actor after each step.
     model = args.model or toy_model(out, args)
     actor, tokenizer = load(model, device)
     asks = args.reward == "general-verifier"
     verifier = load(args.verifier_model, device, check=False) if asks else None
-    problems, longest_prompt = without_long_prompts(problems, tokenizer, args)
-    policy, optimizer, microbatch_tokens, memory = make_policy(model, actor, longest_prompt, args)
-    last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
+    problems, longest_row = without_long_prompts(problems, tokenizer, args)
+    policy, optimizer, microbatch_tokens, memory = make_policy(model, actor, longest_row, out, args)
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
-    require(
-        first_step <= last_step,
-        f"the run in {out} has completed {first_step - 1} steps: a larger --steps would extend it. "
-        "If its learning rate has decayed (--lr-end), start a new run with its last checkpoint as "
-        "--model",
-    )
+    last_step = total_steps(args, len(problems))
     copy_weights(policy, actor)
 
-    reward = REWARDS[args.reward]
     training_rows = verifree_rows if args.reward == "verifree" else rloo_rows
     shown = in_epochs(problems, last_step * args.questions, args.seed)
-    log, stop = RunLog(out, args, first_step, last_step), Stop()
+    data["kept"] = len(problems)
+    log, stop = RunLog(out, args, data, first_step, last_step), Stop()
     log.header(actor, problems, memory)
-    if held_out and first_step == 1:
+    if held_out and (first_step - 1) % args.eval_every == 0 and not log.has_evaluation():
         log.evaluated(evaluation(actor, tokenizer, held_out, args))
 
     for step in range(first_step, last_step + 1):
@@ -74,7 +74,8 @@ def main():
         log.lap("sample")
 
         # 2. Reward: R [B, N]. No gradient flows through it.
-        R, records = reward(groups, actor=actor, tokenizer=tokenizer, M=args.m, verifier=verifier)
+        models = {"actor": actor, "tokenizer": tokenizer, "M": args.m, "verifier": verifier}
+        R, records = compute_rewards(args.reward, groups, **models)
         log.lap("reward")
 
         # 3. Leave-one-out: from each reward subtract the mean of the others in its group. A [B, N].
@@ -106,7 +107,7 @@ def main():
         )
     dist.destroy_process_group()
     if step < last_step:
-        resume = f"python train.py --resume --out {out}"
+        resume = shlex.join(["python", "train.py", "--resume", "--out", str(out)])
         cli.say(f"stopped after step {step} of {last_step}; resume with: {resume}")
         return 128 + stop.signal
     log.summary()
@@ -137,6 +138,34 @@ def evaluation(actor, tokenizer, problems, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
+def total_steps(args, questions):
+    return args.steps or max(1, args.epochs * questions // args.questions)
+
+
+def fingerprint(problems):
+    """What tells whether a resumed run has the same data."""
+    text = repr([(p.question, p.reference, p.verifier) for p in problems])
+    return {"questions": len(problems), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def check_resumed(out, data, args):
+    """Refuse to resume a run that is complete, or whose data has changed."""
+    if not args.resume:
+        return
+    saved = read_config(out).get("data", data)
+    same = all(saved[name] == data[name] for name in data)
+    changed = f"it had {saved['questions']} usable questions and has {data['questions']}"
+    require(same, f"--resume: {args.dataset} has changed ({changed})")
+    done = max([step for step, _ in checkpoints(out)], default=0)
+    require(
+        done < total_steps(args, saved.get("kept", data["questions"])),
+        f"the run in {out} has completed {done} steps: a larger --steps would extend it. "
+        "If its learning rate has decayed (--lr-end), start a new run with its last checkpoint as "
+        "--model",
+    )
+    cli.say(f"resuming after step {done}")
+
+
 def toy_model(out, args):
     """Make the toy's own model in the run's directory, unless the run is resumed -> its path."""
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
@@ -148,26 +177,29 @@ def toy_model(out, args):
 
 
 def without_long_prompts(problems, tokenizer, args):
-    """Leave out prompts over --max-prompt-tokens -> (problems, tokens of their longest prompt)."""
+    """Leave out prompts over --max-prompt-tokens -> (problems, tokens of the longest row)."""
     limit, sizes = args.max_prompt_tokens, [len(encode_prompt(tokenizer, p)) for p in problems]
     kept = [problem for problem, size in zip(problems, sizes) if size <= limit]
     require(kept, f"--max-prompt-tokens {limit}: every prompt of {args.dataset} is longer")
     if left_out := len(problems) - len(kept):
         cli.say(f"left out {left_out} of {len(problems)} prompts over {limit} tokens")
-    return kept, max(size for size in sizes if size <= limit)
+    longest = max(size for size in sizes if size <= limit) + args.max_new_tokens
+    if args.reward == "verifree":  # it teaches the reference after the solution
+        longest += max(len(tokenizer.encode(problem.reference)) for problem in kept)
+    return kept, longest
 
 
-def make_policy(model, actor, longest_prompt, args):
-    """-> the policy, Adam, how many tokens fit in a micro-batch, and a line that says so."""
-    longest_row = longest_prompt + args.max_new_tokens
-    tokens, offload, line = plan_memory(
+def make_policy(model, actor, longest_row, out, args):
+    """-> the policy, Adam, how many tokens fit in a micro-batch, and lines that say what fits."""
+    tokens, offload, memory = plan_memory(
         actor, longest_row, args.microbatch_tokens, args.cpu_offload
     )
+    host = check_host(actor, out, offload, args.keep + 1)
     policy = Policy(load_model(model, "cpu", "auto"), offload)
     # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
     fused = actor.device.type == "cuda"
     adam = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=fused)
-    return policy, adam, tokens, line
+    return policy, adam, tokens, f"{memory}\n{host}"
 
 
 # -------------------------------------------------------------------------------------------- flags
@@ -181,6 +213,7 @@ def make_parser():
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
     add("--dataset", help=f"{names}, or a file (default: toy, or math7.5k with --model)")
     add("--reward", default="cer", choices=REWARDS, help="reward function")
+    add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--verifier-model", default="TIGER-Lab/general-verifier", help="for general-verifier")
     add = parser.add_argument_group("the batch").add_argument
     add("--questions", type=count, default=32, help="B, questions per step, over all ranks")
@@ -188,11 +221,13 @@ def make_parser():
     add("--m", type=count, help="M, solutions that CER averages over (default: N)")
     add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
-    add = parser.add_argument_group("optimization").add_argument
-    add("--lr", type=cli.number(float, 1e-12), default=1e-6, help="learning rate of Adam")
+    group = parser.add_argument_group("optimization")
+    add = group.add_argument
+    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="learning rate of Adam")
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
-    add("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
-    add("--steps", type=count, help="optimizer steps, instead of --epochs")
+    length = group.add_mutually_exclusive_group().add_argument
+    length("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
+    length("--steps", type=count, help="optimizer steps, instead of --epochs")
     add("--microbatch-tokens", type=count, help="(default: as many as fit)")
     add("--cpu-offload", action="store_true", help="policy and Adam in CPU memory; auto if needed")
     add("--seed", type=int, default=0, help="random seed of data order and samples")
@@ -214,8 +249,8 @@ def make_parser():
 
 
 # Flags that a resumed run must not change, because they define the run.
-IDENTITY = "model dataset reward verifier_model questions samples m max_prompt_tokens".split()
-IDENTITY += "max_new_tokens seed lr lr_end".split()
+IDENTITY = "model dataset reward verifier verifier_model questions samples m".split()
+IDENTITY += "max_prompt_tokens max_new_tokens seed lr lr_end".split()
 
 
 def parse_args():
@@ -226,7 +261,7 @@ def parse_args():
     defaults = {}
     if given.resume:
         require(given.out, "--resume needs --out, the run to resume")
-        defaults = read_flags(given.out)
+        defaults = read_config(given.out)["flags"]
     elif given.dataset == "toy" or not (given.dataset or given.model):
         defaults = toy.FLAGS if given.model else toy.FLAGS | toy.LEARNING_RATE
     parser.set_defaults(**defaults)
@@ -242,6 +277,7 @@ def parse_args():
         changed = [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
         require(not changed, f"--resume cannot change these flags: {', '.join(changed)}")
     require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
+    require(args.eval_dataset or not args.eval_limit, "--eval-limit needs --eval-dataset")
     needs_model = f"--dataset {args.dataset} needs --model, an id or a directory"
     require(args.model or args.dataset == "toy", needs_model)
     return args

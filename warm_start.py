@@ -7,12 +7,16 @@ Each row of the file has a `question` (or `problem`) and a `solution` that ends 
 you would like the model to write it. Twenty rows can be enough.
 """
 
+import shlex
+
+import torch.distributed as dist
+
 from engine import cli
 from engine.cli import require
 from engine.files import read_rows
 from engine.load import load
-from engine.log import new_directory
-from engine.ranks import init_ranks
+from engine.log import claim
+from engine.ranks import Stop, init_ranks
 from engine.supervised import supervise
 from engine.tokens import split_answer, vocabulary
 from rollout import encode_prompt
@@ -31,7 +35,8 @@ def main():
     add("--seed", type=int, default=0, help="random seed of the order")
     args = parser.parse_args()
     device = init_ranks()
-    out = new_directory(args.out, "warm-start")
+    require(dist.get_world_size() == 1, "warm_start.py runs in one process, without torchrun")
+    out = claim(args.out, "warm-start")
     demonstrations = read_demonstrations(args.data)
     model, tokenizer = load(args.model, device)
     pairs = [
@@ -45,10 +50,13 @@ def main():
     stop = tokenizer.eos_token_id
     require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
     shown = iter(in_epochs(pairs, steps * args.batch, args.seed))
-    loss = supervise(model, shown, steps, args.batch, args.lr, stop)
+    stopping = Stop()
+    loss = supervise(model, shown, steps, args.batch, args.lr, stop, lambda: stopping.signal)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
-    print(f"final loss {loss:.3f}; train with: python train.py --model {out} --dataset FILE")
+    train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])
+    print(f"final loss {loss:.3f}; train with: {train}")
+    return 128 + stopping.signal if stopping.signal else 0
 
 
 def read_demonstrations(path):
@@ -59,7 +67,7 @@ def read_demonstrations(path):
         boxed = isinstance(solution, str) and split_answer(solution)
         require(boxed, rf"{path}, row {number}: expected a `solution` with a closed \boxed{{...}}")
         try:
-            demonstrations.append((to_problem(row | {"answer": boxed[1]}), solution))
+            demonstrations.append((to_problem(row | {"answer": boxed[1]}, "text"), solution))
         except ValueError as reason:
             raise cli.InputError(f"{path}, row {number}: {reason}") from reason
     require(demonstrations, f"{path} is empty")

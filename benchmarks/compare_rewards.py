@@ -27,7 +27,7 @@ from tqdm import tqdm
 import plot
 import rewards
 from engine import cli, load
-from engine.files import checkpoints, read_flags, read_rows
+from engine.files import checkpoints, read_config, read_rows
 from engine.supervised import supervise
 from tasks import toy
 from tasks.data import Problem
@@ -178,7 +178,7 @@ def evaluate(out, step, held_out, when, log, threads):
 
 def result(reward, seed, out, steps):
     """A run's line in the CSV."""
-    flags = read_flags(out)
+    flags = read_config(out)["flags"]
     lines = pandas.DataFrame(read_rows(out / "metrics.jsonl")).set_index("step")
     scores, taken = lines.pass_at_1.dropna(), lines[lines.reward.notna()]
     seconds = pandas.DataFrame(taken.seconds.tolist()).sum()

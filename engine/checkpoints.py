@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from engine.cli import InputError, first_line, say
 from engine.files import checkpoints
 
-
 TENSORS_IN_A_FILE = 32
 
 
 def training_state(policy, optimizer):
-    """The sharded weights and Adam's state by parameter name, without copies. (Before Adam's first
-    step, torch creates its moments here, so that a checkpoint can be loaded into them.)"""
+    """The sharded weights and Adam's state by parameter name, without copies. Before Adam's first
+    step torch creates its moments here, so that a checkpoint can be loaded into them."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
+    fresh = not optimizer.state
     state = get_optimizer_state_dict(policy, optimizer, options=options)
+    for name in [name for name in state if fresh and name.endswith(".step")]:
+        state[name].zero_()  # torch has made the moments by a step that changes nothing
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     return dict(policy.named_parameters()) | tensors
 
@@ -45,6 +48,8 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     rank = dist.get_rank()
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
+        if partial.exists():  # it cannot be deleted
+            partial.rename(partial.with_name(f"partial-{time.time_ns()}"))
     dist.barrier()
     try:
         state = training_state(policy, optimizer)
@@ -66,10 +71,13 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     os.sync()
     dist.barrier()
     if rank == 0:
-        os.rename(partial, directory)
+        partial.rename(directory)
         for _, old in checkpoints(out)[:-keep]:
-            os.rename(old, partial)
-            shutil.rmtree(partial)
+            try:
+                old.rename(partial)
+                shutil.rmtree(partial)
+            except OSError as error:
+                say(f"warning: {old} cannot be deleted ({first_line(error)})")
 
 
 def load_checkpoint(out, policy, optimizer):

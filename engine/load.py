@@ -40,6 +40,7 @@ def load_model(name_or_dir, device, dtype):
     """Load a Hugging Face causal language model, in eval mode."""
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     model = from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
+    model.set_attn_implementation("sdpa")  # a model's own config may name another
     fuse_norms(model)
     return model
 
@@ -91,6 +92,9 @@ def check_model(model, tokenizer):
     model's own distribution (temperature 1, no top-k or top-p), the logits are lm_head of the last
     hidden state, and attention covers the whole context."""
     name, ids = model.config.model_type, len(tokenizer)
+    rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    fixed = f"{name}: {rope} RoPE is not supported, since it depends on the longest row of a batch"
+    require(rope not in ("dynamic", "longrope"), fixed)
     laid_out = hasattr(model, "lm_head") and hasattr(model.base_model, "layers")
     require(laid_out, f"{name} is not supported: it is not laid out as Llama and Qwen are")
     dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]

@@ -35,20 +35,23 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
 
     ways = [False, True] if on_gpu and not cpu_offload else [cpu_offload]
     for offload in ways:
-        tokens = bisect.bisect(range(most + 1), free, key=lambda t: needed(t, offload)) - 1  # noqa: B023
-        if tokens >= least:
+        fits = bisect.bisect(range(most + 1), free, key=lambda t: needed(t, offload)) - 1  # noqa: B023
+        if fits >= least:
             moved = "policy and Adam in CPU memory" if offload else ""
             moved += ", since they do not fit on the GPU" if offload > cpu_offload else ""
+            moved += "; " if offload else ""
             line = (
-                f"memory: {moved}{'; ' if offload else ''}{tokens:,} tokens in a micro-batch, about "
-                f"{needed(tokens, offload) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
+                f"memory: {moved}{fits:,} tokens in a micro-batch, about "
+                f"{needed(fits, offload) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
             )
-            return tokens, offload, line
+            return fits, offload, line
 
     advice = ["shorter rows", "a smaller model"]
     if microbatch_tokens and min(needed(longest_row, offload) for offload in ways) <= free:
         advice = [f"--microbatch-tokens {longest_row}"]
-    if enough := [k for k in (2, 4, 8, 16, 32, 64) if k > ranks and needed(least, False, k) <= free]:
+    if enough := [
+        k for k in (2, 4, 8, 16, 32, 64) if k > ranks and needed(least, False, k) <= free
+    ]:
         advice.insert(0, f"{enough[0]} GPUs (torchrun)")
     smallest = min(needed(least, offload) for offload in ways)
     raise InputError(
@@ -77,6 +80,34 @@ def memory_needed(actor, tokens, cpu_offload, ranks):
     backward = 2 * root + 4 * head + actor.dtype.itemsize * kept * tokens
     logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
     return state + max(backward, (6 + 4 / ranks) * root) + logits
+
+
+def check_host(actor, out, cpu_offload, checkpoints):
+    """Check that the host's memory and the disk will do -> a line for the log. checkpoints: how
+    many are on the disk at a time, at most."""
+    parameters = sum(p.numel() for p in actor.parameters())
+    GB, ranks_here = 1e9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    wanted = checkpoints * (12 + actor.dtype.itemsize) * parameters / GB
+    disk = shutil.disk_usage(out).free / GB
+    require(
+        wanted < disk,
+        f"--out {out}: {checkpoints} checkpoints take {wanted:.3g} GB, and {disk:.3g} GB of the "
+        "disk are free: use a smaller --keep or a larger --save-every",
+    )
+    line = f"disk: {wanted:.3g} of {disk:.3g} GB for at most {checkpoints} checkpoints"
+    if not torch.cuda.is_available():
+        return line  # plan_memory has looked at the host's memory
+    # Every rank loads the weights, in bf16, before they are sharded. Pinned memory comes in powers
+    # of two, so offload takes more than its 16 bytes. A save holds the actor and some files.
+    loading = 2 * parameters * ranks_here / GB
+    offloaded = 20 * parameters * ranks_here / dist.get_world_size() / GB if cpu_offload else 0
+    needed = max(loading, offloaded + 2 * parameters / GB + 6)
+    with open("/proc/meminfo") as file:
+        available = next(line for line in file if "MemAvailable" in line)
+    free = int(available.split()[1]) * 1024 / GB
+    short = f"the host needs about {needed:.3g} GB of memory, and {free:.3g} GB are free"
+    require(needed < free, short)
+    return f"host memory: about {needed:.3g} of {free:.3g} GB; {line}"
 
 
 def free_memory():

@@ -21,9 +21,9 @@ class Policy(torch.nn.Module):
     """The trained model, sharded over all ranks (even over one) by FSDP2, with fp32 shards and
     gradient sums. On GPUs it computes in bf16 and recomputes activations in the backward pass.
 
-    model: a Hugging Face model on the CPU, in any precision. It becomes fp32 layer by layer, so that
-    the host never holds all of it in fp32. cpu_offload keeps shards, gradients and Adam in CPU
-    memory. Gradients are then moved there once per step, not after every micro-batch.
+    model: a Hugging Face model on the CPU, in any precision. It becomes fp32 layer by layer, so
+    that the host never holds all of it in fp32. cpu_offload keeps shards, gradients and Adam in
+    CPU memory. Gradients are then moved there once per step, not after every micro-batch.
     """
 
     def __init__(self, model, cpu_offload=False):

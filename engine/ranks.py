@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -50,20 +51,30 @@ def seed_everything(*key):
     torch.manual_seed(random.Random(repr((*key, dist.get_rank()))).getrandbits(63))
 
 
+PATIENCE = 3  # seconds
+
+
 class Stop:
-    """What ends a run before its last step: SIGTERM or Ctrl-C, or three gradients in a row that are
-    not finite. The run finishes its step and saves. A second signal ends it at once."""
+    """What ends a run before its last step: SIGTERM, SIGHUP or Ctrl-C, or three gradients in a row
+    that are not finite. The run finishes its step and saves. A second signal ends it at once, but
+    not in the first seconds, since torchrun and SLURM may both pass on the same one."""
 
     def __init__(self):
         self.signal = self.skipped = 0  # the signal received; updates skipped in a row
-        for number in signal.SIGTERM, signal.SIGINT:
-            signal.signal(number, self.request)
+        for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self.request)
 
     def request(self, number, frame):
-        self.signal = number
-        for each in signal.SIGTERM, signal.SIGINT:
-            signal.signal(each, signal.SIG_DFL)
-        say(f"{signal.Signals(number).name}: stopping after this step")
+        if not self.signal:
+            self.signal, self.since = number, time.monotonic()
+            say(
+                f"{signal.Signals(number).name}: stopping after this step. A second one, after "
+                f"{PATIENCE} seconds, ends the run at once, and what this step has done is lost"
+            )
+        elif time.monotonic() - self.since > PATIENCE:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def after(self, grad_norm):
         """Whether the run stops after this step. All ranks call this together."""

@@ -1,6 +1,7 @@
 """Sample completions of prompts with Hugging Face's generate()."""
 
 import copy
+import math
 
 import torch
 from transformers import LogitsProcessor, StaticCache
@@ -19,10 +20,11 @@ def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
 
 
 class Probe(LogitsProcessor):
-    """Suppresses the ids beyond the tokenizer, and records the entropy of each step."""
+    """Suppresses the ids beyond the tokenizer, records the entropy of each step, and counts on the
+    progress bar."""
 
-    def __init__(self, spelled_ids):
-        self.spelled_ids = spelled_ids
+    def __init__(self, spelled_ids, bar):
+        self.spelled_ids, self.bar = spelled_ids, bar
         self.entropies = []  # [rows] each, in nats
 
     def __call__(self, ids, logits):
@@ -30,55 +32,63 @@ class Probe(LogitsProcessor):
         logits[:, self.spelled_ids :] = -torch.inf
         logp = logits.float().log_softmax(-1)
         self.entropies.append(-(logp.exp() * logp.clamp_min(-1e9)).sum(-1))  # 0 * -inf is nan
+        self.bar.update(len(logits))
         return logits
 
 
 def generate(model, prompts, max_new_tokens, piece=512, name="sample", **settings):
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
+    A completion ends early where the model has no more positions. settings: see sampling_config.
+
+    This function is all that the program knows of sampling. Another sampler takes its place. It may
+    return None for the entropies.
 
     model.generate() runs in pieces of a few hundred tokens. The batch of a piece is made of the
     shortest unfinished rows, as many as fit in memory. So finished rows do not stay in memory until
     the longest one ends. A piece prefills its rows again. This costs one forward pass, but no KV
-    cache is kept between pieces. settings: see sampling_config.
+    cache is kept between pieces.
     """
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
+    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
+    most = [max(1, min(max_new_tokens, positions - len(prompt))) for prompt in prompts]
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
-    unfinished, bar = list(range(len(prompts))), progress(name, total=len(prompts))
+    unfinished, bar = list(range(len(prompts))), progress(name, unit=" tokens", unit_scale=True)
     while unfinished:
+        finished = len(prompts) - len(unfinished)
+        bar.set_description(f"{name}: {finished}/{len(prompts)} samples finished", refresh=False)
         lengths = [len(prompts[i]) + len(completions[i]) for i in unfinished]
         needed = [row_bytes(model, length, piece) for length in lengths]
         batch = [unfinished[position] for position in next(batches(needed, budget))]
         so_far = [prompts[i] + completions[i] for i in batch]
-        room = max_new_tokens - min(len(completions[i]) for i in batch)
-        for i, ids, entropy in zip(batch, *extend(model, so_far, min(piece, room), settings)):
-            ids = ids[: max_new_tokens - len(completions[i])]
+        more = min(piece, max(most[i] - len(completions[i]) for i in batch))
+        for i, ids, entropy in zip(batch, *extend(model, so_far, more, bar, settings)):
+            ids = ids[: most[i] - len(completions[i])]
             end = next((t for t, token in enumerate(ids, start=1) if token in stops), len(ids))
             completions[i] += ids[:end]
             entropies[i] += sum(entropy[:end])
-            if completions[i][-1] in stops or len(completions[i]) == max_new_tokens:
+            if completions[i][-1] in stops or len(completions[i]) == most[i]:
                 unfinished.remove(i)
-                bar.update()
     bar.close()
     return completions, [total / len(ids) for total, ids in zip(entropies, completions)]
 
 
 @torch.no_grad()
-def extend(model, so_far, tokens, settings):
+def extend(model, so_far, tokens, bar, settings):
     """Sample up to so many more tokens of each list of ids -> their ids, and for each token the
     entropy of the model's distribution. Whatever follows a stop token is padding."""
     ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
     mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
-    probe = Probe(model.spelled_ids)
+    probe = Probe(model.spelled_ids, bar)
     # A static cache is written in place. The default one is copied whole at every token. Under
     # generate()'s own compilation the keys of grouped queries would be repeated for all heads.
+    cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)
+    settings = settings | {"max_new_tokens": tokens, "disable_compile": True}
     longer = model.generate(
         ids,
         attention_mask=mask,
-        past_key_values=StaticCache(model.config, max_cache_len=ids.shape[1] + tokens),
-        generation_config=sampling_config(
-            model, max_new_tokens=tokens, disable_compile=True, **settings
-        ),
+        past_key_values=cache,
+        generation_config=sampling_config(model, **settings),
         logits_processor=[probe],
     )
     return longer[:, ids.shape[1] :].tolist(), torch.stack(probe.entropies, 1).tolist()

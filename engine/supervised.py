@@ -8,9 +8,10 @@ from engine.cli import say
 from engine.tokens import pad
 
 
-def supervise(model, demonstrations, steps, batch, lr, stop):
+def supervise(model, demonstrations, steps, batch, lr, stop, stopping=lambda: False):
     """Train a Hugging Face model -> the last loss. demonstrations: an iterator of (prompt ids,
-    completion ids). The model learns the completion, followed by the token `stop`."""
+    completion ids). The model learns the completion, followed by the token `stop`. stopping() says
+    whether this step is the last."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=lr, total_steps=steps, pct_start=0.05, cycle_momentum=False
@@ -27,6 +28,8 @@ def supervise(model, demonstrations, steps, batch, lr, stop):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        if step % max(1, steps // 10) == 0:
+        if step % max(1, steps // 10) == 0 or stopping():
             say(f"supervised start {step}/{steps}  loss {loss.item():.3f}")
+        if stopping():
+            break
     return loss.item()

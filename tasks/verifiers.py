@@ -5,12 +5,15 @@ Each row of a data set names its verifier. To add your own, write a function
 """
 
 import logging
+import re
 import time
+import unicodedata
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
+from engine.cli import InputError, first_line
 from tasks import toy
 
 # math-verify with the settings of the paper's authors. The time limit is math-verify's default.
@@ -25,6 +28,10 @@ BOXED_LATEX = [
     )
 ]
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # time-outs are counted, not logged
+
+
+PUNCTUATION = " .,;:!?\"'`“”„‘’«»"
+LEADING_PUNCTUATION = re.compile(rf"((?!\.\d)[{PUNCTUATION}])*")  # the point of ".5" is none
 
 
 class Undecided(Exception):
@@ -55,12 +62,18 @@ def same_letter(answer, reference):
 
 
 def same_text(answer, reference):
-    """Whether both are equal up to case, extra whitespace, and punctuation at the ends."""
+    """Whether both are equal up to case, extra whitespace, punctuation and quotes at the ends,
+    \\text{} and $ around words, and commas between thousands."""
     return plain_text(answer) == plain_text(reference)
 
 
 def plain_text(text):
-    return " ".join(text.casefold().split()).strip(" .,;:!?\"'`")
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    plain = re.sub(r"\\text *\{([^{}]*)\}|\$([^$]*)\$", r"\1\2", plain)
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", plain)
+    plain = " ".join(plain.split()).rstrip(PUNCTUATION)
+    # A text of punctuation alone stays as it is.
+    return plain[LEADING_PUNCTUATION.match(plain).end() :] or text
 
 
 # The keys are the names that the rows of a data set use (tasks.data.Problem.verifier).
@@ -80,4 +93,9 @@ def verdict(problem, answer):
         right = VERIFIERS[problem.verifier](answer, problem.reference)
     except Undecided as reason:
         return str(reason)
+    except Exception as error:  # a verifier of the user's own
+        raise InputError(
+            f"the verifier {problem.verifier!r} fails on the answer {answer!r} to the question "
+            f"{problem.question[:80]!r}: {first_line(error)}"
+        ) from error
     return "right" if right else "wrong"
