@@ -8,7 +8,6 @@ temperature 0.6, top-p 0.95, top-k 20.
 
 import functools
 import json
-import math
 from pathlib import Path
 
 import pandas
@@ -19,7 +18,7 @@ from engine.files import append_rows, write_atomically
 from engine.load import load
 from engine.log import claim, say_hours
 from engine.ranks import all_gather, init_ranks, seed_everything
-from rollout import encode_prompt, sample
+from rollout import sample
 from tasks.data import HUB, TOY, load_problems
 from tasks.verifiers import VERIFIERS, verdict
 
@@ -68,17 +67,6 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     return summary, records
 
 
-def say_short_rooms(model, tokenizer, problems, max_new_tokens):
-    """Say how many prompts leave less room than max_new_tokens. Their samples are cut off there."""
-    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
-    sizes = [len(encode_prompt(tokenizer, problem)) for problem in problems]
-    if short := sum(size + max_new_tokens > positions for size in sizes):
-        cli.say(
-            f"{short} of {len(sizes)} prompts leave room for less than --max-new-tokens "
-            f"{max_new_tokens}, since the model has {positions} positions"
-        )
-
-
 def saved_results(args):
     """The data sets that an interrupted evaluation with the same flags has finished."""
     path = Path(args.out or "") / "results.json"
@@ -120,7 +108,6 @@ def main():
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
         say_hours(model, 2, len(problems) * runs * args.max_new_tokens, f"the evaluation on {name}")
-        say_short_rooms(model, tokenizer, problems, args.max_new_tokens)
         results[name], records = evaluate(
             model, tokenizer, problems, runs, args.max_new_tokens, args.seed, **sampling
         )

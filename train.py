@@ -7,8 +7,8 @@
 main() is the method. Below it stand the parts of its set-up, and the flags.
 """
 
-import hashlib
 import shlex
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from engine import cli
 from engine.checkpoints import load_checkpoint, save_checkpoint
 from engine.cli import InputError, require
 from engine.files import checkpoints, read_config
-from engine.load import load, load_model
+from engine.load import load, load_model, load_tokenizer
 from engine.log import RunLog, claim
 from engine.memory import check_host, plan_memory
 from engine.policy import Policy, copy_weights
@@ -42,24 +42,23 @@ def main():
     held_out = []
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
-    data = fingerprint(problems)
-    check_resumed(out, data, args)
+    model = args.model or toy_model(out, args)
+    problems, longest_row = without_long_prompts(problems, load_tokenizer(model), args)
+    last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
+    if args.resume:
+        check_resumed(out, problems, last_step)
 
     # The actor samples and scores. The policy is trained, and copied to the actor after each step.
-    model = args.model or toy_model(out, args)
     actor, tokenizer = load(model, device)
     asks = args.reward == "general-verifier"
     verifier = load(args.verifier_model, device, check=False) if asks else None
-    problems, longest_row = without_long_prompts(problems, tokenizer, args)
     policy, optimizer, microbatch_tokens, memory = make_policy(model, actor, longest_row, out, args)
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
-    last_step = total_steps(args, len(problems))
     copy_weights(policy, actor)
 
     training_rows = verifree_rows if args.reward == "verifree" else rloo_rows
     shown = in_epochs(problems, last_step * args.questions, args.seed)
-    data["kept"] = len(problems)
-    log, stop = RunLog(out, args, data, first_step, last_step), Stop()
+    log, stop = RunLog(out, args, fingerprint(problems), first_step, last_step), Stop()
     log.header(actor, problems, memory)
     if held_out and (first_step - 1) % args.eval_every == 0 and not log.has_evaluation():
         log.evaluated(evaluation(actor, tokenizer, held_out, args))
@@ -138,30 +137,21 @@ def evaluation(actor, tokenizer, problems, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
-def total_steps(args, questions):
-    return args.steps or max(1, args.epochs * questions // args.questions)
-
-
 def fingerprint(problems):
     """What tells whether a resumed run has the same data."""
-    text = repr([(p.question, p.reference, p.verifier) for p in problems])
-    return {"questions": len(problems), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return f"{len(problems)} questions, sha256 {sha256(repr(problems).encode()).hexdigest()[:16]}"
 
 
-def check_resumed(out, data, args):
-    """Refuse to resume a run that is complete, or whose data has changed."""
-    if not args.resume:
-        return
-    saved = read_config(out).get("data", data)
-    same = all(saved[name] == data[name] for name in data)
-    changed = f"it had {saved['questions']} usable questions and has {data['questions']}"
-    require(same, f"--resume: {args.dataset} has changed ({changed})")
+def check_resumed(out, problems, last_step):
+    """Refuse to resume a run whose data has changed, or that is complete."""
+    now = fingerprint(problems)
+    before = read_config(out).get("data", now)
+    require(before == now, f"--resume: the data has changed ({before} before, {now} now)")
     done = max([step for step, _ in checkpoints(out)], default=0)
     require(
-        done < total_steps(args, saved.get("kept", data["questions"])),
-        f"the run in {out} has completed {done} steps: a larger --steps would extend it. "
-        "If its learning rate has decayed (--lr-end), start a new run with its last checkpoint as "
-        "--model",
+        done < last_step,
+        f"the run in {out} has completed {done} steps: a larger --steps would extend it. If its "
+        "learning rate has decayed (--lr-end), start a new run with its last checkpoint as --model",
     )
     cli.say(f"resuming after step {done}")
 

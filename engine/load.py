@@ -20,20 +20,22 @@ STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>"
 def load(name_or_dir, device, check=True):
     """Load the actor or the verifier, in bf16 on a GPU and in fp32 on a CPU -> (model, tokenizer).
     check=False is for a model that only generates, as the verifier does. It may have any layout."""
-    if runs := checkpoints(name_or_dir):
-        raise InputError(
-            f"{name_or_dir} is a run, not a model; its last checkpoint is {runs[-1][1]}"
-        )
-    path, names = Path(name_or_dir), ("tokenizer.json", "vocab.json", "tokenizer.model")
-    has_tokenizer = not path.is_dir() or any((path / name).exists() for name in names)
-    require(has_tokenizer, f"cannot load the model {path}: it has no tokenizer.json")
-    tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
+    tokenizer = load_tokenizer(name_or_dir)
     on_gpu = torch.device(device).type == "cuda"
     model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
     reset_generation_config(model, tokenizer)
     if check:
         check_model(model, tokenizer)
     return model, tokenizer
+
+
+def load_tokenizer(name_or_dir):
+    path, names = Path(name_or_dir), ("tokenizer.json", "vocab.json", "tokenizer.model")
+    if saved := checkpoints(path):
+        raise InputError(f"{path} is a run, not a model; its last checkpoint is {saved[-1][1]}")
+    has_tokenizer = not path.is_dir() or any((path / name).exists() for name in names)
+    require(has_tokenizer, f"cannot load the model {path}: it has no tokenizer.json")
+    return from_pretrained(AutoTokenizer, name_or_dir)
 
 
 def load_model(name_or_dir, device, dtype):

@@ -6,7 +6,7 @@ import math
 import torch
 from transformers import LogitsProcessor, StaticCache
 
-from engine.cli import progress
+from engine.cli import progress, say
 from engine.tokens import batches, pad
 
 
@@ -52,6 +52,8 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
     positions = getattr(model.config, "max_position_embeddings", None) or math.inf
     most = [max(1, min(max_new_tokens, positions - len(prompt))) for prompt in prompts]
+    if short := sum(limit < max_new_tokens for limit in most):
+        say(f"{short} of {len(most)} samples have less room than {max_new_tokens} tokens")
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
     unfinished, bar = list(range(len(prompts))), progress(name, unit=" tokens", unit_scale=True)
     while unfinished:
