@@ -8,6 +8,7 @@ the first and -1 the last. Figures are SVG unless --out has another ending.
 """
 
 import math
+import re
 from pathlib import Path
 
 import matplotlib
@@ -25,11 +26,16 @@ matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.labelsize": 9,
-    "axes.prop_cycle": matplotlib.cycler(
-        color="#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()  # Okabe-Ito
-    ),
+    "axes.titlesize": 11,
+    "axes.labelsize": 10,
+}
+COLOURS = {  # of each reward, in every figure
+    "cer": "#0072B2",
+    "exact": "#D55E00",
+    "rule": "#000000",
+    "rule+cer": "#CC79A7",
+    "verifree": "#009E73",
+    "general-verifier": "#E69F00",
 }
 
 
@@ -57,7 +63,7 @@ def draw_group(group, out):
     log_W = pandas.DataFrame(group["log_W"], group["distinct_answers"], group["columns"])
     log_W = log_W.astype(float).fillna(-numpy.inf)  # null: not among the M
     W = numpy.exp(log_W.sub(log_W.max(axis=1), axis=0))  # the factor of each row cancels
-    posterior = W.div(W.sum(axis=1), axis=0)
+    posterior = W.div(W.sum(axis=1), axis=0).where(log_W > -numpy.inf)
     # A sample without an answer has no row in W, and gets nan.
     posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
 
@@ -75,12 +81,12 @@ def draw_group(group, out):
     axes["P"].set_yticks([0], ["P = π(a*|s)"])
     axes["W"].set_yticks(range(len(rows)), [names[i] for i in rows])
     axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=8)
-    axes["W"].set_xlabel("solutions, named by the answer each led to   (= : it is a*)")
+    axes["W"].set_xlabel("solutions, named by the answer that each led to")
     axes["W"].set_title("D⁻¹W: the posterior, which solutions lead to the answer")
     axes["R"].set_title("R" if "verdicts" in group else "R = D⁻¹W P")
-    question = shorten(" ".join(group["question"].split()), 100)
-    reference = f"reference a* = {shorten(group['reference'], 60)}"
-    figure.suptitle(f"{question}\n{reference}, step {group['step']}", fontsize=10)
+    question = shorten(" ".join(group["question"].split()), 90)
+    reference = shorten(group["reference"], 60)
+    figure.suptitle(f"step {group['step']}: {question}\na* = {reference}", fontsize=11)
     save(figure, out)
 
 
@@ -93,6 +99,7 @@ def draw_matrix(axis, values, colours, digits, top=None):
         if not math.isnan(value):
             ink = "white" if value > 0.6 * top else "black"
             text = f"{value:.{digits}f}".removeprefix("0")
+            text = f"{value:.0e}" if 0 < value < 0.5 * 10**-digits else text
             axis.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
@@ -101,7 +108,7 @@ def draw_matrix(axis, values, colours, digits, top=None):
 def label(answer, reference):
     if answer is None:
         return "(no answer)"
-    return ("=  " if answer == reference else "") + shorten(answer or "(empty)", 22)
+    return shorten(answer or "(empty)", 22) + (" = a*" if answer == reference else "")
 
 
 def shorten(text, most):
@@ -120,32 +127,46 @@ PANELS = [  # (name in metrics.jsonl, x axis, title)
     ("truncated", "step", "samples that were cut off"),
     ("entropy", "step", "entropy, nats per token"),
 ]
+SHARES = {"pass_at_1", "zero_advantage_groups", "answered", "truncated"}
 
 
 def draw_curves(runs, names, out, window=10):
     """Draw one panel per metric. Runs with the same name (they differ in the seed) are thin lines,
-    with their mean. All metrics except pass@1 are averaged over the last `window` steps."""
+    each as far as it got, with their mean. A name begins with its reward, which sets the colour.
+    All metrics except pass@1 are averaged over the last `window` steps."""
     tables = [read_metrics(run) for run in runs]
     panels = [panel for panel in PANELS if any(panel[0] in table for table in tables)]
     height = math.ceil(len(panels) / 4)
-    figure = plt.figure(figsize=(16, 3 * height), layout="constrained")
+    figure = plt.figure(figsize=(13, 2.8 * height), layout="constrained")
     for place, (key, over, title) in enumerate(panels, start=1):
-        axis = figure.add_subplot(height, 4, place)
+        axis, dashes = figure.add_subplot(height, 4, place), {}
         smooth = 1 if key == "pass_at_1" else window
-        for number, name in enumerate(dict.fromkeys(names)):
+        for name in dict.fromkeys(names):
             ours = [table for table, of in zip(tables, names) if of == name and key in table]
             if not ours:
                 continue
+            reward = re.split("[,@]", name)[0]
+            dashes[reward] = dashes.get(reward, -1) + 1  # runs with other flags have other dashes
+            style = {"color": COLOURS.get(reward, "#56B4E9")}
+            style |= {"linestyle": ["-", "--", ":", "-."][dashes[reward] % 4]}
             curves = [table[key].dropna().rolling(smooth, min_periods=1).mean() for table in ours]
-            seeds = pandas.concat(curves, axis=1, join="inner")  # [steps, seeds]
-            minutes = pandas.concat([table.minutes for table in ours], axis=1).mean(axis=1)
-            x = seeds.index if over == "step" else minutes[seeds.index]
-            colour, marker = f"C{number}", "o" if len(seeds) == 1 else None
-            axis.plot(x, seeds.mean(axis=1), label=name, color=colour, marker=marker)
-            axis.plot(x, seeds, color=colour, linewidth=0.5, alpha=0.5)
-        axis.set(title=title, ylim=(0, None))
+            at = [c.index if over == "step" else t.minutes[c.index] for c, t in zip(curves, ours)]
+            mean = pandas.concat(curves, axis=1, join="inner").mean(axis=1)
+            x = pandas.concat([pandas.Series(a, c.index) for a, c in zip(at, curves)], axis=1)
+            marker = "o" if len(mean) == 1 else None
+            axis.plot(x.mean(axis=1)[mean.index], mean, label=name, marker=marker, **style)
+            for x, curve in zip(at, curves if len(curves) > 1 else []):
+                axis.plot(x, curve, linewidth=0.5, alpha=0.5, **style)
+            if len(ours) == 1 and f"{key}_stderr" in ours[0]:
+                band = 1.96 * ours[0][f"{key}_stderr"][mean.index].astype(float)
+                axis.fill_between(at[0], mean - band, mean + band, alpha=0.2, color=style["color"])
+        top = max(line.get_ydata().max() for line in axis.lines)
+        top = 1 if key in SHARES and top > 0.5 else max(top, 1e-3)
+        axis.set(title=title, ylim=(-0.02 * top, 1.04 * top))
         axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    handles = figure.axes[0].get_legend_handles_labels()
+    columns = max(1, 150 // max(map(len, names)))
+    figure.legend(*handles, loc="outside lower center", ncols=min(6, columns))
     save(figure, out)
 
 
