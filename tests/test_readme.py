@@ -1,5 +1,5 @@
-"""What the README and docs/ say of files, flags and lines is so. The README's ```sh blocks are run
-by .ci/run."""
+"""What the README and docs/ say of files, flags, lines and imports is so. The README's ```sh blocks
+are run by .ci/run."""
 
 import re
 import runpy
@@ -50,3 +50,17 @@ def test_every_file_that_is_linked_or_listed_is_there():
 def test_the_printed_output_is_that_of_the_worked_example(capsys):
     runpy.run_path(str(ROOT / "examples" / "by_hand.py"))
     assert capsys.readouterr().out.rstrip() in PAGES[0].read_text()
+
+
+def imports(path):
+    pattern = r"^(?:from|import) ([\w.]+)(?: import .*)?$"
+    return set(re.findall(pattern, (ROOT / path).read_text(), re.MULTILINE))
+
+
+def test_cer_needs_torch_transformers_and_one_file_and_a_figure_needs_no_torch():
+    assert imports("cer.py") == {"dataclasses", "torch", "engine.tokens"}
+    needed = {name.split(".")[0] for name in imports("engine/tokens.py")}
+    assert needed - sys.stdlib_module_names == {"torch", "transformers"}
+    drawing = imports("plot.py") | imports("engine/cli.py") | imports("engine/files.py")
+    ours = {name for name in drawing if name.startswith("engine")}
+    assert "torch" not in drawing and ours == {"engine.cli", "engine.files"}
