@@ -194,10 +194,10 @@ PLANS = [  # GB of the card, ranks, flags -> the line of the log, or what is ref
     (83, 1, {}, "memory: 9,827 tokens"),
     (83, 2, {}, "memory: 16,384 tokens"),
     (40, 1, {}, OFFLOADED),
-    (24, 1, {}, "with 6144 .* about 22.9 GB per GPU .* and 1\\S+ GB are free: use 8 GPUs"),
+    (24, 1, {}, "6144 tokens .* about 22.9 GB per GPU .* and 15.5 GB are free: use 8 GPUs"),
     (141, 1, dict(cpu_offload=True), "memory: policy and Adam in CPU memory; 16,384 tokens"),
     (83, 1, dict(microbatch_tokens=16_384), OFFLOADED),
-    (34, 1, dict(microbatch_tokens=16_384), "with 16384 .* or --microbatch-tokens 6144"),
+    (34, 1, dict(microbatch_tokens=16_384), "16384 tokens .* or --microbatch-tokens 6144"),
 ]
 
 

@@ -19,7 +19,7 @@ WARNINGS = [  # numbers, whether some text has a box
     ({"answered": 0.0, "truncated": 0.9}, False, "without a box: raise --max-new-tokens, or make"),
     ({"answered": 0.01}, False, "stops without a box and needs a supervised start"),
     ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, True, "so this step had no gradient"),
-    ({"tiny_reward_groups": 0.6}, True, "no reward exceeds 1e-06, .* keep references short"),
+    ({"tiny_reward_groups": 0.6}, True, "no reward exceeds 1e-06: .* Keep references short"),
 ]
 
 

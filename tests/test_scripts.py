@@ -167,7 +167,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model .", r"the model .: it has no tokenizer.json"),
     (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
-    (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id of one"),
+    (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id on the hub"),
     (train, "--resume", r"--resume needs --out"),
     (train, "--resume --out {run} --lr 1", r"cannot change .*lr was 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
