@@ -244,7 +244,8 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
     with torch.device("meta"):
         actor = tiny_model(64, hidden_size=4096, num_hidden_layers=4).to(torch.bfloat16)
     size = sum(p.numel() for p in actor.parameters())
-    assert f"4 checkpoints take {4 * 14 * size / 1e9:.3g} of" in memory.check_host(actor, tmp_path, False, 4)
+    said = f"4 checkpoints take {4 * 14 * size / 1e9:.3g} of"
+    assert said in memory.check_host(actor, tmp_path, False, 4)
     with pytest.raises(InputError, match="checkpoints take .* GB of free disk: use a smaller"):
         memory.check_host(actor, tmp_path, False, 10**9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
