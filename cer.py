@@ -24,10 +24,10 @@ box that opens closes (docs/theory.md). The paper averages over M of the N solut
 other entries of each row are masked (choose_solutions).
 
 A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
-similar reward. A wrong answer mostly comes from other solutions, and gets a small one. In
-expectation over the model's answers the reward equals that of exact match (Theorem 2): CER moves
-reward from the exact match to other answers (in examples/by_hand.py 37% of it to the paraphrase,
-and 16% to wrong answers).
+similar reward. A wrong answer mostly comes from other solutions, and gets a small one. (After a
+right solution it can keep most of the reward.) In expectation over the model's answers the reward
+equals that of exact match (Theorem 2): CER moves reward from the exact match to other answers (in
+examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
 
 The file has three parts: the mathematics, pure functions of tensors; `rewards`, from the sampled
 tokens of one question to R; and W and P from a model. `python examples/by_hand.py` prints an
