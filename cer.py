@@ -29,8 +29,8 @@ right solution it can keep most of the reward.) In expectation over the model's 
 equals that of exact match (Theorem 2): CER moves reward from the exact match to other answers (in
 examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
 
-The file has three parts: the mathematics, pure functions of tensors; `rewards`, from the sampled
-tokens of one question to R; and W and P from a model. `python examples/by_hand.py` prints an
+The file has three parts: the mathematics, on tensors alone; `rewards`, from the sampled tokens of
+one question to R; and W and P from a model. `python examples/by_hand.py` prints an
 example that is small enough to check by hand.
 """
 
@@ -76,8 +76,8 @@ def choose_solutions(U, produced, M):
     the choice open; this one is that of the authors' code. If all answers shared the same M
     solutions, M = 1 would give them all the same reward, and every advantage would be 0. With this
     choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the choice
-    biases the reward, that of a wrong answer most (docs/theory.md), because the columns are no
-    longer i.i.d. samples of the prior.
+    biases the reward, mostly that of a wrong answer and downwards (docs/theory.md), because the
+    columns then depend on the other answers.
     """
     own = torch.arange(U)[:, None] == torch.tensor(produced)  # [U, solutions]
     key = own + torch.rand(own.shape)  # in [1, 2) for own solutions, in [0, 1) for the others
@@ -108,9 +108,9 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     An empty box states no answer, so its reward is 0 unless the reference is empty. Its column
     stays, since its solution is a sample of the prior like any other.
 
-    model: see answer_logprobs. The samples must be the model's own, at temperature 1 without top-k
-    or top-p. This is not checked, and otherwise R is wrong, since they are not samples of pi(s|q).
-    Raises ValueError for inputs of another form.
+    model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
+    top-k or top-p, or they are no samples of pi(s|q). None of this is checked, and otherwise R is
+    wrong. Raises ValueError for inputs of another form.
     """
     check_inputs(prompt, completions, reference, M)
     boxes = [vocabulary(tokenizer).locate_answer(ids) for ids in completions]
@@ -160,8 +160,8 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     Theorem 2 would not hold. The brace often shares its token with the text before or after it
     (`}$`, `4}.`). So the score sums over the positions at which the token that closes the box can
     start. If `{14` has the tokens `{`, `1` and `4`, the closing token begins with `}` after `{14`,
-    with `4}` after `{1`, with `14}` after `{`, or with `{14}` right after the context. It may hold
-    any text after the brace. With t_1..t_k the tokens of "{14":
+    with `4}` after `{1`, with `14}` after `{`, or with `{14}` right after the context. Any text may
+    follow its brace. With t_1..t_k the tokens of "{14":
 
         log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
                  v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
@@ -256,7 +256,7 @@ def read_answers(model, token_lists, lengths, cache):
 def spellings(vocab, answer):
     """The ways in which the tokenizer spells "{answer}" -> list of (t_1..t_k, closers): closers[i]
     are the tokens that close the box after t_1..t_i, for i = 0..k. What both ways begin with has
-    closers only in the first way, so that nothing counts twice."""
+    closers only in the first way, so nothing counts twice."""
     without_brace, with_brace = (vocab.encode("{" + answer + brace) for brace in ("", "}"))
     text, ways, seen = vocab.join(without_brace) + b"}", [], set()
     for tokens in without_brace, with_brace[:-1]:  # the last token holds the brace
