@@ -184,11 +184,8 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
-    spelled = [
-        (u, tokens, closers)
-        for u, answer in enumerate(answers)
-        for tokens, closers in spellings(vocab, answer)
-    ]
+    # (u, tokens, closers) for every spelling of answer u
+    spelled = [(u, *way) for u, answer in enumerate(answers) for way in spellings(vocab, answer)]
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
     sizes = [len(tokens) for _, tokens, _ in spelled]
