@@ -4,6 +4,7 @@ import json
 import shutil
 
 import compare_rewards
+import film
 import gpu
 import judge
 import pandas
@@ -95,3 +96,35 @@ def test_statistics_of_one_question_by_hand():
     assert found["posterior on right work, slips", "samples"] == pytest.approx(1)  # all are planned
     assert found["AUC, slips", "verifree"] == 0.5 and found["AUC, wrong work", "verifree"] == 1.0
     assert found["share of answers", "{n} {unit}"] == 0.25
+
+
+def test_a_film_shows_the_samples_it_is_made_of(script, tmp_path, monkeypatch, toy_model_dir):
+    """Two steps of one run. A step that the file has is not sampled again."""
+    page = tmp_path / "page.html"
+    page.write_text("before\n<!-- the film -->\nold\n<!-- end of the film -->\nafter\n")
+    monkeypatch.setattr(film, "PAGE", page)
+    (tmp_path / "step-5").symlink_to(toy_model_dir)
+    sampling = "--out kept/cer.jsonl --questions 2 --models step-5"
+    for models in "", f" {toy_model_dir}":
+        code, _, err = script(film, f"{sampling}{models}")
+        assert code == 0, err
+    code, _, err = script(film, "--embed kept/cer.jsonl kept/cer.jsonl --question 1 --watch It.")
+    assert code == 0, err
+
+    first, marker, element, *rest = page.read_text().splitlines()
+    assert [first, *rest] == ["before", "<!-- end of the film -->", "after"] and "film" in marker
+    shown = json.loads(element.split(">", 1)[1].removesuffix("</script>"))
+    groups = [json.loads(line) for line in (tmp_path / "kept/cer.jsonl").open()]
+    assert [group["step"] for group in groups] == [5, 5, 0, 0]
+    assert shown["question"] == groups[1]["question"] and len(shown["runs"]) == 2
+    assert shown["reference"] in shown["forms"] and len(shown["forms"]) == 8
+    for frame, of_step in zip(shown["runs"][1]["frames"], (groups[2:], groups[:2])):
+        for name in "step", "texts", "answers", "distinct_answers", "columns":
+            assert frame[name] == of_step[1][name]
+        for name in "R", "log_P", "log_W":
+            torch.testing.assert_close(
+                torch.tensor(frame[name]), torch.tensor(of_step[1][name]), rtol=0, atol=6e-4
+            )
+        right = sum(of_step[0]["correct"] + of_step[1]["correct"]) / 32
+        assert frame["right"] == pytest.approx(right, abs=1e-3)
+        assert frame["verdicts"].count("right") == sum(of_step[1]["correct"])

@@ -11,22 +11,26 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAST
+from film import BETWEEN_MARKERS
 from test_cer import finite_distribution
 
 import evaluate
 import train
 from cer import cer, exact_cer
+from rloo import leave_one_out
 
 PAGE = Path(__file__).parents[1] / "docs" / "explore.html"
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: chromium)")
 
 
-def in_browser(folder, steps):
-    """Runs JavaScript at the end of the page -> what it returned, by way of the console."""
+def in_browser(folder, steps, film=""):
+    """Runs JavaScript at the end of the page, with this film -> what it returned, by way of the
+    console."""
     probe = "<script>(async () => { %s })().catch(e => ({error: String(e)}))"
     probe += ".then(result => console.log('RESULT' + JSON.stringify(result) + 'END'));</script>"
-    (folder / "page.html").write_text(PAGE.read_text().replace("</body>", probe % steps))
+    page = BETWEEN_MARKERS.sub(lambda _: film, PAGE.read_text())
+    (folder / "page.html").write_text(page.replace("</body>", probe % steps))
     flags = "--headless --no-sandbox --disable-gpu --enable-logging=stderr".split()
     command = [BROWSER, *flags, f"--user-data-dir={folder}/browser", f"file://{folder}/page.html"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as browser:
@@ -57,28 +61,83 @@ def test_its_mathematics_is_ours(tmp_path):
     assert torch.allclose(rho, exact_cer(prior, likelihood), rtol=0, atol=1e-9)
 
 
+# What follows runs in the page. check() keeps what is not as expected, and a test expects no such.
+CHECKS = """const failed = [], soon = (ms = 20) => new Promise(resolve => setTimeout(resolve, ms));
+    const check = (what, found, expected = true) =>
+      JSON.stringify(found) === JSON.stringify(expected) || failed.push([what, found, expected]);
+    const near = (found, expected) => found.every((x, i) => Math.abs(x - expected[i]) < 2e-3);
+    const set = (id, value) => { $(id).value = value; $(id).dispatchEvent(new Event("input")); };
+    const pressed = id => $(id).querySelector("[aria-pressed=true]")?.textContent;
+    const texts = id => $(id).textContent;"""
+
+
+def failures(folder, steps, film=""):
+    return in_browser(folder, f"{CHECKS} {steps} return failed;", film)
+
+
 def test_play(tmp_path):
     """Theorem 2 holds in every example, also after a slider has moved. With one shared solution all
-    advantages are 0. No request leaves the page."""
-    found = in_browser(
-        tmp_path,
-        """const sides = [], sums = [];
-        const look = () => sides.push(JSON.parse($("theorem").dataset.sides));
+    advantages are 0. The mean R is near rho where M = N. No request leaves the page."""
+    steps = """const zero = (what, x) => check(what, Math.abs(x) < 1e-9);
         for (let k = 0; k < PRESETS.length; k++) {
-          preset(k); look();
-          for (const input of [...$("inputs").querySelectorAll("input[type=range]")].slice(0, 4)) {
-            input.value = 0.66; input.oninput({target: input}); look();
-            if (!input.isConnected) throw Error("a slider that is dragged must stay");
+          preset(k);
+          for (const { cells } of [...$("spread").rows].slice(1)) {
+            const [rho, mean, samples] = [2, 3, 4].map(c => +cells[c].textContent);
+            if (k < 5 && samples > 100) check(`mean R, ${k}`, Math.abs(mean - rho) < 0.02);
           }
-          sums.push(sum(state.prior), ...state.likelihood.map(sum));
+          for (const { slider } of controls.slice(0, 4)) {
+            const [cer, exact] = JSON.parse($("theorem").dataset.sides);
+            zero("Theorem 2", cer - exact);
+            slider.value = 0.66; slider.oninput({target: slider});
+            check("a slider that is dragged stays", slider.isConnected);
+          }
+          for (const p of [state.prior, ...state.likelihood]) zero("a sum", sum(p) - 1);
         }
-        const shared = JSON.parse($("drawn").dataset.advantages);
-        return {sides, sums, shared, requests: performance.getEntriesByType("resource").length};""",
-    )
-    assert len(found["sides"]) == 6 * 5
-    assert all(abs(cer - exact) < 1e-12 for cer, exact in found["sides"])
-    assert all(abs(total - 1) < 1e-9 for total in found["sums"])
-    assert len(found["shared"]) == 8 and not any(found["shared"]) and found["requests"] == 0
+        check("advantages", JSON.parse($("drawn").dataset.advantages), Array(8).fill(0));
+        check("requests", performance.getEntriesByType("resource").length, 0);"""
+    assert failures(tmp_path, steps) == []
+
+
+def test_play_asks_and_its_text_follows_the_numbers(tmp_path):
+    steps = """const [, name, , question, answer] = PRESETS[0], {slider, typed, p} = controls[0];
+        const own = "These are your own numbers.", R = () => $("drawn").querySelectorAll("td.R");
+        const sees = (what, ...expected) => check(what, [$("sentence").firstChild.textContent,
+          pressed("presets"), getComputedStyle(R()[0]).visibility], expected);
+        const click = () => $("sentence").querySelector("button").click();
+        check("the first group", near([...R()].map(td => +td.textContent).filter((_, i) => i % 2),
+          [.466, .450, .095, .076]));  // as in the worked example
+        sees("a question", question, name, "hidden");
+        click(); sees("its answer", answer, name, "visible");
+        for (const value of ["", "-1", "1e309", "0,5"]) {
+          typed.value = value; typed.onchange({target: typed});
+          check("what is no probability is ignored", [...p], [.5, .3, .2]);
+        }
+        check("the arrows", typed.step, "0.01"); sees("no change", answer, name, "visible");
+        for (const value of [1, .5]) { slider.value = value; slider.oninput({target: slider}); }
+        check("the old proportions", near(p, [.5, .3, .2]));
+        sees("a change", own, undefined, "visible");
+        click(); sees("a reset", question, name, "hidden");
+        for (const N of [16, 4, 16]) { set("N", N); check("M is N", +$("M").value, N); }
+        set("M", 3); set("N", 2); set("N", 8); check("M is 3", +$("M").value, 3);"""
+    assert failures(tmp_path, steps) == []
+
+
+def test_the_sampled_group_is_one_chain(tmp_path):
+    """W, its row sums, D^-1 W, P, R and A, in three digits. Pointing at a sample lights its rows
+    and P, and shows the terms of its reward."""
+    steps = """const numbers = tr => [...tr.cells].slice(1).map(td => +td.title || +td.textContent);
+        const W = [...$("weights").rows], drawn = [...$("drawn").rows], P = numbers(drawn[1]);
+        const rows = drawn.slice(2, -1).map(numbers), A = leaveOneOut(rows.map(row => row[8]));
+        rows.forEach((row, i) => {
+          const w = numbers(W[i + 2]), D = sum(w) - w[8], products = P.map((p, j) => row[j] * p);
+          check("the row sum", near([D], [w[8]]));
+          check("W to A", near([...P.map((_, j) => w[j] / D), sum(products), A[i]], row));
+          drawn[i + 2].onpointerenter();
+          check("the terms", near(numbers(drawn.at(-1)), [...products, row[8]]));
+          const lit = [...document.querySelectorAll(".picture .lit")].map(tr => tr.rowIndex);
+          check("the rows", lit, [i + 2, 1, i + 2]);
+        });"""
+    assert failures(tmp_path, steps) == []
 
 
 def group(step, reward, question="How many eggs?", **more):
@@ -89,6 +148,12 @@ def group(step, reward, question="How many eggs?", **more):
     return {"step": step, "question": question, "reference": "14"} | samples | more
 
 
+MATRICES = {"distinct_answers": ["14", "18"], "columns": [0, 2, 3], "log_P": [-1.0, -5.0, -2.0]}
+MATRICES |= {"log_W": [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]]}
+LOG_W = torch.tensor([MATRICES["log_W"][0], [-torch.inf, -1.0, -torch.inf]])
+R14, R18 = cer(LOG_W, torch.tensor(MATRICES["log_P"])).tolist()
+
+
 def evaluation(dataset, index, answer, correct):
     """One line of evaluate.py's samples.jsonl."""
     line = {"dataset": dataset, "index": index, "question": f"{dataset}, question {index}"}
@@ -97,117 +162,113 @@ def evaluation(dataset, index, answer, correct):
 
 
 def as_file(lines):
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    return json.dumps("".join(json.dumps(line) + "\n" for line in lines))
 
 
 # What a test of Look reads of the page.
-SEEN = """const texts = id => $(id).textContent;
-    const table = () => [...$("samples").rows].map(r => [...r.cells].map(c => c.textContent));
+LOOK = """const table = () => [...$("samples").rows].map(r => [...r.cells].map(c => c.textContent));
     const look = (name, text) => openRun(new File([text], name));
     const press = k => $("samples").querySelectorAll("th:first-child button")[k].click();
-    const panel = () => [texts("whose"), texts("solution")];"""
+    const panel = () => [texts("whose"), texts("solution")];
+    const go = (id, value) => { $(id).value = value; return $(id).oninput(); };"""
+
+
+def test_look_reads_files(tmp_path):
+    """A file that is read in small pieces, bad lines, a file that has changed, a file dropped
+    beside the box, and an evaluation: its samples of a question are one group wherever they are."""
+    good = [group(1, [0.5] * 4), group(2, [1.0, 0.0, 0.0, 1.0]), group(2, [0.0] * 4)]
+    scores = [evaluation("math500", 0, "14", True), evaluation("amc23", 0, "9", False)]
+    scores += [evaluation("math500", 1, None, False), evaluation("math500", 0, "18", False)]
+    steps = f"""{LOOK} const good = {as_file(good)}, line = good.split("\\n")[0];
+        const says = async (what, text, expected) => {{
+          await look("f", text); check(what, texts("say").startsWith(expected));
+        }};
+        await says("three groups", good, "f: 3 groups in 2 steps.");
+        await says("no line end", line, "f: 1 group in 1 step.");
+        await says("half a line", '{{"step": 1\\n' + good,
+          "f: 3 groups in 2 steps. 1 line left out (line 1: ");
+        await says("no JSON", "a b c", "f is no samples.jsonl: line 1: ");
+        await says("no samples", JSON.stringify({{...JSON.parse(line), answers: []}}),
+          "f is no samples.jsonl: line 1: it has no samples.");
+        await says("nothing", "", "f is no samples.jsonl: it is empty.");
+        check("no group", $("run").hidden);
+        await openRun(new File([good], "f"), 1);  // in pieces of one byte, then larger ones
+        check("small pieces", texts("say"), "f: 3 groups in 2 steps.");
+        const text = () => Promise.reject("it has changed"), target = {{value: "f"}};
+        const changed = {{name: "f", size: 9, slice: () => ({{text, arrayBuffer: text}})}};
+        opened.file = changed; await showGroup();
+        check("a change", texts("question"), "f has changed since it was opened. Choose it again.");
+        await openRun(changed);
+        check("a change", texts("say"), "f cannot be read. If it has changed, choose it again.");
+        $("file").onclick({{target}}); check("the same file can be chosen", target.value, "");
+        for (const name of ["dragover", "drop"]) {{
+          const event = new Event(name, {{bubbles: true, cancelable: true}});
+          document.body.dispatchEvent(Object.assign(event, {{dataTransfer: {{files: []}}}}));
+          check("the page stays", event.defaultPrevented);
+        }}
+        await says("an evaluation", {as_file(scores)}, "f: 3 groups in 2 data sets.");
+        check("the data set", texts("parttext") + texts("partout"), "data setmath500");
+        check("a question", table().slice(1), [["1: = 14", "right"], ["2: 18", "wrong"]]);
+        press(1); check("its text", panel(), ["Sample 2: 18", "so 18"]);
+        await go("group", 2); check("another", table()[1], ["1: (no answer)", "wrong"]);
+        check("its text", panel(), ["Sample 1: (no answer) (truncated)", "so None"]);"""
+    assert failures(tmp_path, steps) == []
 
 
 def test_look_at_a_run(tmp_path):
     """Every sample opens, the posterior does not underflow, and the panel follows the group."""
-    log_W, log_P = [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]], [-1.0, -5.0, -2.0]
-    R = cer(torch.tensor([log_W[0], [-torch.inf, -1, -torch.inf]]), torch.tensor(log_P)).tolist()
-    matrices = {"distinct_answers": ["14", "18"], "columns": [0, 2, 3]}
-    matrices |= {"log_W": log_W, "log_P": log_P}
+    R = [R14, 0.0, R18, R14]
+    said = {"verdicts": ["right", None, "wrong", "right"]}
+    mixed = [(1 + R18) / 2, 0.0, R14 / 2, (1 + R18) / 2]  # Rule+CER, where CER prefers 18
     lines = [
-        group(1, [R[0], 0.0, R[1], R[0]], "Ana has\n\n3 bags.", **matrices),
-        group(2, [1.0, 0.0, 0.0, 1.0], verdicts=["right", None, "wrong", "right"]),
+        group(1, R, "Ana has\n\n3 bags.", **MATRICES),
+        group(2, [1.0, 0.0, 0.0, 1.0], **said),
         group(2, [0.0, 0.0, 0.0, 0.0]),
+        group(3, mixed, **said | MATRICES | {"distinct_answers": ["18", "14"]}),
+        group(3, [None, 0.0, None, None], correct=[True, False, False, True]),
     ]
-    found = in_browser(
-        tmp_path,
-        f"""{SEEN} const good = {json.dumps(as_file(lines))}, said = [];
-        for (const text of [good, good.split("\\n")[0], '{{"step": 1\\n' + good, "a b c", ""]) {{
-          await look("samples.jsonl", text);
-          said.push([texts("say"), $("run").hidden]);
+    A = [f"{a:+.3f}" for a in leave_one_out(torch.tensor(R))]
+    high, low, half = (f"{r:.3f}" for r in (R14, R18, R14 / 2))
+    shown = [
+        ["sample", "s1", "s4", "s3", "R", "A"],
+        ["P = π(a*|s,q)", "0.368", "0.135", "0.007"],
+        ["1: = 14", "0.67", "0.24", "0.09", high, A[0]],
+        ["4: = 14", "0.67", "0.24", "0.09", high, A[3]],
+        ["3: 18", "", "", "1.00", low, A[2]],
+        ["2: (no answer)", "", "", "", "0.000", A[1]],
+        ["terms", "0.245", "0.033", "0.001", high],
+    ]
+    # For each filter the steps that are left (from 0), the first of them, and its groups.
+    filters = {"all": [2, 1, 1], "zero": [0, 2, 1], "ahead": [0, 3, 1], "wrong": [1, 2, 1]}
+    filters |= {"truncated": [2, 1, 1], "unanswered": [2, 1, 1]}
+    steps = f"""{LOOK} await look("samples.jsonl", {as_file(lines)});
+        check("CER", table(), {json.dumps(shown)});
+        check("the question", texts("question"), "Ana has\\n\\n3 bags.\\n\\na* = 14");
+        check("its lines", getComputedStyle($("question")).whiteSpace, "pre-wrap");
+        const wide = $("samples").parentNode, [name, , , , R] = $("samples").rows[2].cells;
+        wide.style.width = "220px";
+        for (const x of [0, 40, 80]) {{  // as on a phone
+          wide.scrollLeft = x;
+          const [outer, left, right] = [wide, name, R].map(node => node.getBoundingClientRect());
+          check("what scrolls", wide.scrollLeft, x);
+          check("what stays", left.left - outer.left < 1 && outer.right - right.right > -1);
         }}
-        await look("samples.jsonl", good);
-        const cer = table(), question = texts("question"), first = panel();
-        const style = getComputedStyle($("question")).whiteSpace;
-        press(3); const unanswered = panel();
-        $("part").value = 1; await $("part").oninput(); const next = panel(), rule = table();
-        $("group").value = 2; await $("group").oninput(); const exact = table();
-        const filters = {{}};
+        check("the first", panel(), ["Sample 1: = 14", "So \\\\boxed{{14}}"]);
+        press(3);
+        check("the last", panel(), ["Sample 2: (no answer) (truncated)", "I count the\\neggs and"]);
+        await go("part", 1); check("a rule", table()[3], ["3: 18", "0.000", "-0.667", "wrong"]);
+        check("the next", panel()[0], "Sample 1: = 14");
+        await go("group", 2); check("exact match", table().at(-1)[0], "2: (no answer)");
+        await go("part", 2); check("Rule+CER", table()[0].slice(-4), ["CER", "R", "A", "verdict"]);
+        check("its CER and R", table()[4].slice(-4, -2), {json.dumps([high, half])});
+        await go("group", 2); check("no number", table()[1], ["1: = 14", "–", "–", "right"]);
+        const found = {{}};
         for (const {{value}} of $("filter").options) {{
           $("filter").value = value; await $("filter").onchange();
-          filters[value] = [$("part").max, texts("partout"), texts("groupsout")].join();
+          found[value] = [+$("part").max, +texts("partout"), +texts("groupsout")];
         }}
-        return {{said, cer, question, style, first, unanswered, next, rule, exact, filters}};""",
-    )
-    whole = "samples.jsonl: 3 groups in 2 steps."
-    assert found["said"][0] == [whole, False]
-    assert found["said"][1] == ["samples.jsonl: 1 group in 1 step.", False]
-    assert found["said"][2][0].startswith(f"{whole} 1 line left out (line 1: ")
-    assert found["said"][3][0].startswith("samples.jsonl is no samples.jsonl: line 1: ")
-    assert found["said"][4] == ["samples.jsonl is no samples.jsonl: it is empty.", True]
-
-    assert found["question"] == "Ana has\n\n3 bags.\n\na* = 14" and found["style"] == "pre-wrap"
-    assert found["first"] == ["Sample 1: = 14", lines[0]["texts"][0]]
-    assert found["unanswered"] == ["Sample 2: (no answer) (truncated)", lines[0]["texts"][1]]
-    assert found["next"] == ["Sample 1: = 14", lines[1]["texts"][0]]
-    assert found["cer"] == [
-        ["sample", "s1", "s4", "s3", "R"],
-        ["P = π(a*|s,q)", "0.368", "0.135", "0.007", ""],
-        ["1: = 14", "0.67", "0.24", "0.09", f"{R[0]:.3f}"],
-        ["4: = 14", "0.67", "0.24", "0.09", f"{R[0]:.3f}"],
-        ["3: 18", "", "", "1.00", f"{R[1]:.3f}"],
-        ["2: (no answer)", "", "", "", "0.000"],
-    ]
-    assert found["rule"][0] == ["sample", "verdict", "R"]
-    assert found["rule"][1:4:2] == [["1: = 14", "right", "1.000"], ["3: 18", "wrong", "0.000"]]
-    assert [row[0] for row in found["exact"]][-1] == "2: (no answer)"
-    # Steps that are left (from 0), the first of them, and its groups.
-    expected = {"all": "1,1,1", "zero": "0,2,1", "wrong": "0,2,1"}
-    assert found["filters"] == expected | {"truncated": "1,1,1", "unanswered": "1,1,1"}
-
-
-def test_look_at_an_evaluation(tmp_path):
-    """The samples of a question are one group, wherever they stand in the file."""
-    lines = [evaluation("math500", 0, "14", True), evaluation("amc23", 0, "9", False)]
-    lines += [evaluation("math500", 1, None, False), evaluation("math500", 0, "18", False)]
-    found = in_browser(
-        tmp_path,
-        f"""{SEEN} await look("samples.jsonl", {json.dumps(as_file(lines))});
-        const first = table(), said = texts("say"), part = texts("parttext") + texts("partout");
-        press(1); const wrong = panel();
-        $("group").value = 2; await $("group").oninput(); const second = [table(), panel()];
-        return {{first, said, part, wrong, second}};""",
-    )
-    assert found["said"] == "samples.jsonl: 3 groups in 2 data sets."
-    assert found["part"] == "data setmath500"
-    assert found["first"] == [["sample", "verdict"], ["1: = 14", "right"], ["2: 18", "wrong"]]
-    assert found["wrong"] == ["Sample 2: 18", "so 18"]
-    answered = "Sample 1: (no answer) (truncated)"
-    assert found["second"][0][1] == ["1: (no answer)", "wrong"]
-    assert found["second"][1] == [answered, "so None"]
-
-
-def test_the_reward_stays_in_sight_on_a_phone(tmp_path):
-    N = 16
-    line = group(1, [0.5] * N, distinct_answers=["a long answer, and longer"])
-    line |= {"texts": ["text"] * N, "answers": line["distinct_answers"] * N}
-    line |= {"truncated": [False] * N, "columns": list(range(N))}
-    line |= {"log_W": [[-1.0] * N], "log_P": [-1.0] * N}
-    found = in_browser(
-        tmp_path,
-        f"""{SEEN} await look("samples.jsonl", {json.dumps(as_file([line]))});
-        const wide = $("samples").parentNode, box = node => node.getBoundingClientRect();
-        wide.style.width = "390px";
-        const cells = [...[...$("samples").rows].at(-1).cells], name = cells[0], R = cells.at(-1);
-        return [0, 200, 9999].map(x => {{
-          wide.scrollLeft = x;
-          return [wide.scrollLeft, box(name).left - box(wide).left, box(wide).right - box(R).right,
-                  box(R).left - box(name).right];
-        }});""",
-    )
-    assert found[2][0] > found[1][0] > found[0][0] == 0  # there is something to scroll
-    for _, left, right, between in found:
-        assert abs(left) < 1 and abs(right) < 1 and between > 100
+        check("filters", found, {json.dumps(filters)});"""
+    assert failures(tmp_path, steps) == []
 
 
 def test_the_files_of_both_scripts_open(script, tmp_path, toy_model_dir):
@@ -220,7 +281,7 @@ def test_the_files_of_both_scripts_open(script, tmp_path, toy_model_dir):
     samples = (tmp_path / "eval/samples.jsonl").read_text()
     found = in_browser(
         tmp_path,
-        f"""{SEEN} await look("run", {json.dumps(as_file(groups))});
+        f"""{CHECKS} {LOOK} await look("run", {as_file(groups)});
         $("part").value = 1; await $("part").oninput();
         const run = [texts("say"), table(), texts("question")];
         await look("eval", {json.dumps(samples)});
@@ -228,9 +289,35 @@ def test_the_files_of_both_scripts_open(script, tmp_path, toy_model_dir):
     )
     say, table, question = found["run"]
     assert say == "run: 4 groups in 2 steps." and question.startswith(groups[2]["question"])
-    assert len(table) == 2 + 4 and len(table[0]) == 2 + len(groups[2]["columns"])
-    assert float(table[2][-1]) == pytest.approx(max(groups[2]["R"]), abs=1e-3)
+    assert len(table) == 3 + 4 and len(table[0]) == 3 + len(groups[2]["columns"])
+    assert float(table[2][-2]) == pytest.approx(max(groups[2]["R"]), abs=1e-3)
     assert found["evaluation"] == ["eval: 2 groups in 1 data set.", 1 + 3]
+
+
+def test_the_film(tmp_path):
+    """Without a film nothing is shown. With one, the slider chooses the frame of every run."""
+    assert failures(tmp_path, "check('hidden', $('movie').hidden); onresize();") == []
+    frames = [
+        group(step, [R14, 0.0, R18, R14], **MATRICES, verdicts=["right", None, said, "right"])
+        | {"right": 0.5, "slip": 0.2, "forms": [0.1, share]}
+        for step, share, said in ((0, 0.3, "wrong"), (5, 0.7, "slip"))
+    ]
+    film = {"watch": "Watch.", "question": "How many?", "reference": "14", "forms": ["14", "it is"]}
+    film |= {"runs": [{"name": name, "frames": frames} for name in ("seed 2", "seed 3")]}
+    steps = """check("shown", $("movie").hidden, false); check("what", texts("watch"), "Watch.");
+        for (const [k, ...expected] of [[0, "wrong", "0", "0.30"], [1, "slip", "5", "0.70"]]) {
+          set("frame", k); check("the step", texts("step"), expected[1]);
+          for (const {table, forms, curves} of takes) {
+            const share = forms.rows[2].cells[k + 1], now = forms.querySelector(".now");
+            const seen = [table.rows[4].lastChild, now, share].map(cell => cell.textContent);
+            check("a frame", seen, expected);
+            check("grid, bands, lines", curves.querySelectorAll("polyline").length, 5 + 2 * 3);
+          }
+        }
+        const wide = [...document.querySelectorAll(".wide")];
+        check("a keyboard scrolls", wide.every(node => node.tabIndex === 0 && node.ariaLabel));"""
+    element = f'<script type="application/json" id="film">{json.dumps(film)}</script>'
+    assert failures(tmp_path, steps, element) == []
 
 
 def test_learn_shows_what_its_presets_say(tmp_path):
@@ -256,32 +343,36 @@ def test_learn_shows_what_its_presets_say(tmp_path):
 
 
 def test_learn_starts_in_sight_and_again_when_a_setting_changes(tmp_path):
-    """The same seed gives the same curve, the last settings win, and the page draws on the way."""
-    found = in_browser(
-        tmp_path,
-        """const before = learning, last = () => curves.exact.at(-1).pass.mean;
-        for (let k = 0; !learning; k++) {  // twice if the first frame was not drawn yet
-          scrollTo(0, k % 2 ? 0 : $("learn").offsetTop);
-          await new Promise(resolve => setTimeout(resolve, 100));
+    """The same seed gives the same curve, the last settings win, and the page draws on the way.
+    Nothing below the charts moves. A claim's text goes when a setting changes."""
+    steps = """const last = () => curves.exact.at(-1).pass.mean, top = $("look").offsetTop;
+        for (let k = 0; learning === 1; k++) {  // twice if the first frame was not drawn yet
+          scrollTo(0, k % 2 ? 0 : $("learn").offsetTop); await soon(100);
         }
         let beats = 0;
-        const timer = setInterval(() => beats++, 5), set = (id, value) => { $(id).value = value; };
-        set("learn-forms", 4); await learn(); const first = last();
+        const timer = setInterval(() => beats++, 5);
+        $("learn-forms").value = 4; await learn(); const first = last();
         clearInterval(timer);
-        await learn(); const again = last();
-        set("seed", 2); await learn(); const other = last();
-        const old = learn(); set("learn-forms", 1); $("learn-forms").oninput(); await old;
-        while (curves.exact.length < 101) await new Promise(resolve => setTimeout(resolve, 20));
+        check("the page answers while it trains", beats > 10);
+        check("nothing below moves", $("look").offsetTop, top);
+        await learn(); check("the same seed", last(), first);
+        $("seed").value = 2; await learn(); check("another seed", last() !== first);
+        const old = learn(); set("learn-forms", 1); await old;
+        while (curves.exact.length < 101) await soon();
+        check("one form makes exact match a perfect verifier", last() > .98 && first < .98);
         const rows = [...$("curves").rows].map(r => r.cells[0].textContent);
-        const lines = $("charts").querySelectorAll("polyline").length;
-        return {before, first, again, other, one_form: last(), lines, rows, beats};""",
-    )
-    assert found["before"] == 0 and found["first"] == found["again"] != found["other"]
-    # With one form exact match is a perfect verifier.
-    assert found["one_form"] > 0.98 > found["first"]
-    assert found["rows"] == ["", "exact match", "CER", "perfect verifier"]
-    assert found["lines"] == 5 + 2 * 3  # the grid; a band and a line for each reward
-    assert found["beats"] > 10  # times that the page could answer during one training
+        check("rows", rows, ["", "exact match", "CER", "perfect verifier"]);
+        check("grid, bands, lines", $("charts").querySelectorAll("polyline").length, 5 + 2 * 3);
+        $("charts").style.width = "300px"; onresize(); const svg = $("charts").firstChild;
+        check("size", [svg.clientWidth, getComputedStyle(svg.lastChild).fontSize], [300, "15px"]);
+        location.hash = "#learn/slips";
+        while (!$("charts").innerHTML.includes("stroke-dasharray: 9 6")) await soon();
+        const says = (...expected) => check("a claim",
+          [+$("learn-M").value, pressed("claims"), $("claim").firstChild.textContent], expected);
+        says(16, CLAIMS[1][1], CLAIMS[1][4]);
+        set("learn-N", 4); set("learn-N", 12); says(12, undefined, "These are your own settings.");
+        $("claims").children[2].click(); check("a link", location.hash, "#learn/verifree");"""
+    assert failures(tmp_path, steps) == []
 
 
 SETTINGS = [dict(forms=16, slip=0.0, N=8, M=8), dict(forms=8, slip=0.3, N=8, M=2)]
