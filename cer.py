@@ -28,15 +28,14 @@ similar reward. A wrong answer mostly comes from other solutions, and gets a sma
 expectation over the model's answers the reward equals that of exact match (Theorem 2): CER moves
 reward from the exact match to its paraphrases (and a little to wrong answers).
 
-The file has four parts: the mathematics, pure functions of tensors; `rewards`, from the sampled
-tokens of one question to R; W and P from a model; and an example small enough to check by hand,
-which `python cer.py` prints.
+The file has three parts: the mathematics, pure functions of tensors; `rewards`, from the sampled
+tokens of one question to R; and W and P from a model. `python examples/by_hand.py` prints an
+example that is small enough to check by hand.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from engine.tokens import LOGITS_AT_ONCE, batches, pad, vocabulary
 
@@ -68,9 +67,9 @@ def cer(log_W, log_P):
     return (posterior * log_P.exp()[..., None, :]).sum(-1)
 
 
-def choose_solutions(U, row_of, M):
+def choose_solutions(U, produced, M):
     """The M solutions that each of U distinct answers is averaged over -> bool [U, solutions].
-    row_of: for each solution the row of the answer that it produced.
+    produced: for each solution which of the answers it produced, from 0 to U - 1.
 
     For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
     the choice open; this one is that of the authors' code. If all answers shared the same M
@@ -78,9 +77,9 @@ def choose_solutions(U, row_of, M):
     choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the mean
     reward is slightly biased, because the columns are no longer i.i.d. samples of the prior.
     """
-    produced = torch.arange(U)[:, None] == torch.tensor(row_of)  # [U, solutions]
-    key = produced + torch.rand(produced.shape)  # at least 1 for those that produced it, else below
-    return torch.zeros_like(produced).scatter(1, key.topk(M, dim=1).indices, True)
+    own = torch.arange(U)[:, None] == torch.tensor(produced)  # [U, solutions]
+    key = own + torch.rand(own.shape)  # in [1, 2) for own solutions, in [0, 1) for the others
+    return torch.zeros_like(own).scatter(1, key.topk(M, dim=1).indices, True)
 
 
 # ------------------------------------------------------------------------------------- one question
@@ -107,25 +106,37 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     column stays, since its solution is a sample of the prior like any other.
 
     model: see answer_logprobs. The samples must be the model's own, at temperature 1 without top-k
-    or top-p. Otherwise they are not samples of pi(s|q).
+    or top-p. Otherwise they are not samples of pi(s|q). Raises ValueError for other inputs.
     """
+    check_inputs(prompt, completions, reference, M)
     boxes = [vocabulary(tokenizer).locate_answer(ids) for ids in completions]
-    columns = [i for i, box in enumerate(boxes) if box is not None]
-    contexts = [prompt + completions[i][: boxes[i].solution_length] for i in columns]
-    given = [boxes[i].answer for i in columns]
-    answers = list(dict.fromkeys(given))  # a distinct answer is scored once
+    columns = [j for j, box in enumerate(boxes) if box]
+    contexts = [prompt + completions[j][: boxes[j].solution_length] for j in columns]
+    answers = list(dict.fromkeys(boxes[j].answer for j in columns))  # each is scored once
     scored = answers if reference in answers else [*answers, reference]
     log_pi = answer_logprobs(model, tokenizer, contexts, scored).cpu()
     log_W, log_P = log_pi[: len(answers)], log_pi[scored.index(reference)]
-
-    row_of = [answers.index(answer) for answer in given]  # of each column's own answer
     if M is not None and M < len(columns):
-        log_W = log_W.masked_fill(~choose_solutions(len(answers), row_of, M), -torch.inf)
-    R = torch.zeros(len(completions))
-    R[columns] = cer(log_W, log_P)[row_of]
+        produced = [answers.index(boxes[j].answer) for j in columns]
+        log_W = log_W.masked_fill(~choose_solutions(len(answers), produced, M), -torch.inf)
+
+    reward_of = dict(zip(answers, cer(log_W, log_P).tolist()))
     if reference:
-        R[[i for i, answer in zip(columns, given) if answer == ""]] = 0.0
+        reward_of[""] = 0.0
+    R = torch.tensor([reward_of[box.answer] if box else 0.0 for box in boxes])
     return R, Matrices(answers, columns, log_W, log_P)
+
+
+def check_inputs(prompt, completions, reference, M):
+    """Raise ValueError for what would give a wrong reward without an error."""
+    if not all(isinstance(ids, list) for ids in [prompt, completions, *completions]):
+        raise ValueError("expected lists of token ids: tensor.tolist()")
+    if prompt and completions and all(ids[: len(prompt)] == prompt for ids in completions):
+        raise ValueError("the completions begin with the prompt: pass ids[len(prompt):]")
+    if not isinstance(reference, str):
+        raise ValueError(f"the reference must be a string, got {reference!r}")
+    if M is not None and M < 1:
+        raise ValueError(f"M must be at least 1, got {M}")
 
 
 # ----------------------------------------------------------------------------- W and P from a model
@@ -151,8 +162,10 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
                  v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
 
-    Other ways to spell "{14" itself in tokens are left out, which makes this a lower bound.
-    docs/measurements.md compares it with a real model's samples.
+    The brace can change the tokens before it: SmolLM2 spells `(C)}` with the last token `)}`, and
+    `(C)}}` with `)` and `}}`. So both spellings count, that of "{answer" and that of "{answer}"
+    (see spellings). Others are left out, which makes this a lower bound. docs/measurements.md
+    compares it with a real model's samples.
 
     Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
     usually one more over all answers after each context (see read_answers). A naive scorer runs
@@ -167,14 +180,14 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
-    spelled = [vocab.encode("{" + answer) for answer in answers]  # t_1..t_k of each
-    closers = [closing_tokens(vocab, tokens) for tokens in spelled]
+    spelled = [(u, *way) for u, answer in enumerate(answers) for way in spellings(vocab, answer)]
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
-    passes = list(batches([len(tokens) for tokens in spelled], ANSWER_TOKENS_AT_ONCE))
-    longest_pass = max((sum(len(spelled[u]) for u in in_pass) for in_pass in passes), default=0)
+    sizes = [len(tokens) for _, tokens, _ in spelled]
+    passes = list(batches(sizes, ANSWER_TOKENS_AT_ONCE))
+    longest_pass = max((sum(sizes[k] for k in in_pass) for in_pass in passes), default=0)
 
-    scores = torch.empty(len(answers), len(contexts), device=model.device)
+    scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
     for batch in batches([len(context) + longest_pass for context in contexts], TOKENS_AT_ONCE):
         # No token attends to what is on its right, so padding on the right needs no mask.
         ids = pad([contexts[j] for j in batch]).to(model.device)  # [n, C]
@@ -182,11 +195,12 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         out = model.base_model(input_ids=ids, use_cache=True)
         first = out.last_hidden_state[torch.arange(len(batch)), lengths - 1]  # predicts t_1  [n, H]
         for in_pass in passes:
-            tokens = [spelled[u] for u in in_pass]
-            hidden = read_answers(model, tokens, lengths, out.past_key_values)
-            for u, states in zip(in_pass, hidden):
+            ways = [spelled[k] for k in in_pass]
+            read = read_answers(model, [way[1] for way in ways], lengths, out.past_key_values)
+            for (u, tokens, closers), states in zip(ways, read):
                 states = torch.cat([first[:, None], states], dim=1)  # [n, k + 1, H]
-                scores[u, batch] = log_finished(model.lm_head, states, spelled[u], closers[u])
+                log_pi = log_finished(model.lm_head, states, tokens, closers)
+                scores[u, batch] = scores[u, batch].logaddexp(log_pi)
     return scores
 
 
@@ -230,85 +244,33 @@ def read_answers(model, spelled, lengths, cache):
     return hidden.split(sizes, dim=1)
 
 
-def closing_tokens(vocab, tokens):
-    """The tokens that close the box after t_1..t_i, for i = 0..k -> k + 1 lists of token ids."""
-    missing = [vocab.join(tokens[i:]) + b"}" for i in range(len(tokens) + 1)]
-    return [vocab.beginning_with(rest) for rest in missing]
+def spellings(vocab, answer):
+    """The ways in which the tokenizer spells "{answer}" -> list of (t_1..t_k, closers): closers[i]
+    are the tokens that close the box after t_1..t_i, for i = 0..k. Where both ways begin alike,
+    only the first has closers, so that nothing counts twice."""
+    without_brace, with_brace = (vocab.encode("{" + answer + brace) for brace in ("", "}"))
+    text, ways, seen = vocab.join(without_brace) + b"}", [], set()
+    for tokens in without_brace, with_brace[:-1]:  # the last token holds the brace
+        closers = []
+        for i in range(len(tokens) + 1):
+            rest = text[len(vocab.join(tokens[:i])) :]
+            new = tuple(tokens[:i]) not in seen
+            closers.append(vocab.beginning_with(rest) if new else [])
+            seen.add(tuple(tokens[:i]))
+        if any(closers):
+            ways.append((tokens, closers))
+    return ways
 
 
 def log_finished(lm_head, states, tokens, closers):
     """The sum over all ways to close the box, as in answer_logprobs. states [n, k + 1, H]: the last
     hidden states after t_1..t_i, i = 0..k -> log pi [n]."""
-    k = len(tokens)
-    onward, closing = [], []
+    ways, so_far = [], torch.zeros(len(states), dtype=torch.double, device=states.device)
     at_once = max(1, LOGITS_AT_ONCE // len(states))  # positions whose logits are held at a time
-    for start in range(0, k + 1, at_once):
-        logp = lm_head(states[:, start : start + at_once]).float().log_softmax(-1)
-        for i in range(start, start + logp.shape[1]):
-            closing.append(logp[:, i - start, closers[i]].logsumexp(1))
-            if i < k:
-                onward.append(logp[:, i - start, tokens[i]])  # log pi(t_(i+1) | t_1..t_i)
-    so_far = F.pad(torch.stack(onward, 1).cumsum(1), (1, 0))  # log pi(t_1..t_i)  [n, k + 1]
-    return (so_far + torch.stack(closing, 1)).logsumexp(1)
-
-
-# ------------------------------------------------------------------------------- a worked example
-
-
-def worked_example():
-    """CER on three kinds of solution and four answers, small enough to check by hand."""
-    answers = ["14", "14 eggs", "18", "9"]
-    prior = torch.tensor([0.5, 0.3, 0.2])
-    likelihood = torch.tensor(
-        [
-            [0.50, 0.40, 0.05, 0.05],  # A: 3*4=12; 12+2=14
-            [0.05, 0.09, 0.81, 0.05],  # B: 4+2=6; 3*6=18
-            [0.03, 0.01, 0.06, 0.90],  # C: 3+4=7; 7+2=9
-        ]
-    )
-    joint = prior[:, None] * likelihood
-    p_answer = joint.sum(0)
-    rho = exact_cer(prior, likelihood)[:, 0]
-
-    def show(name, values):
-        print(f"{name:34}", *(f"{value:8.3f}" for value in values))
-
-    print('q = "3 bags of 4 eggs and 2 more eggs. How many eggs?"    a* = 14\n')
-    print(f"{'kind of solution s':34}", *(f"{s:>8}" for s in "ABC"))
-    show("prior      pi(s|q)", prior)
-    for u, answer in enumerate(answers):
-        show(f"likelihood pi({answer}|s,q){'  = P' if u == 0 else ''}", likelihood[:, u])
-    for answer, posterior in zip(answers, (joint / p_answer).T):
-        show(f"posterior  pi(s|{answer},q)", posterior)
-    posterior, P = (joint / p_answer)[:, 1].tolist(), likelihood[:, 0].tolist()
-    product = " + ".join(f"{p:.3f} * {P_s:.2f}" for p, P_s in zip(posterior, P))
-    print(f"rho(14 eggs, 14) = posterior . P = {product} = {rho[1]:.3f}")
-
-    print(f"\n{'answer a':34}", *(f"{answer:>8}" for answer in answers))
-    show("pi(a|q)", p_answer)
-    show("exact match with a*", torch.eye(4)[0])
-    show("CER, rho(a, a*)            (Eq. 3)", rho)
-    torch.manual_seed(0)
-    for N in 16, 1024:
-        s = torch.multinomial(prior, N, replacement=True)
-        a = torch.multinomial(likelihood[s], 1).squeeze(1)
-        W, P = likelihood[s][:, a].T, likelihood[s, 0]  # [N, N], [N]
-        R = cer(W.log(), P.log())
-        show(f"R = D^-1 W P, {N:4} samples  (Eq. 8)", [R[a == u][0] for u in range(4)])
-    print("\nTheorem 2: over the model's own answers both have the same mean,")
-    print(f"    exact match {p_answer[0]:.6f}    CER {p_answer @ rho:.6f}")
-
-    # CER fails in the second group. Its third sample is a slip, a wrong answer after right work.
-    groups = {"A group of four samples (s, a)": "AABC", "With a slip, (A, 18)": "AAAC"}
-    for title, kinds in groups.items():
-        W = likelihood[["ABC".index(kind) for kind in kinds]].T  # sample i gives answers[i]
-        R = cer(W.log(), W[0].log())  # answers[0] is a*, so P is the first row
-        baseline = (R.sum() - R) / 3  # leave-one-out: the mean of the other rewards
-        samples = (f"{kind}, {answer}" for kind, answer in zip(kinds, answers))
-        print(f"\n{title:34}", *(f"{sample:>10}" for sample in samples))
-        for name, values in ("R", R), ("advantage, R - mean of the others", R - baseline):
-            print(f"{name:34}", *(f"{value:10.3f}" for value in values))
-
-
-if __name__ == "__main__":
-    worked_example()
+    for part in states.split(at_once, dim=1):
+        for logp in lm_head(part).float().log_softmax(-1).unbind(1):  # after t_1..t_i  [n, V]
+            i = len(ways)
+            ways.append(so_far.float() + logp[:, closers[i]].logsumexp(1))
+            if i < len(tokens):
+                so_far = so_far + logp[:, tokens[i]]
+    return torch.stack(ways).logsumexp(0)

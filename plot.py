@@ -8,6 +8,7 @@ the first and -1 the last. Figures are SVG unless --out has another ending.
 """
 
 import math
+import re
 from pathlib import Path
 
 import matplotlib
@@ -17,18 +18,25 @@ import pandas
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
-from matplotlib.ticker import MaxNLocator
 
 from engine.cli import Parser, require, run_script
-from engine.files import read_flags, read_rows
+from engine.files import read_config, read_rows
 
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
-    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.labelsize": 10,
 }
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe-Ito
+COLOURS = {  # of each reward, in every figure
+    "cer": "#0072B2",
+    "exact": "#D55E00",
+    "rule": "#000000",
+    "rule+cer": "#CC79A7",
+    "verifree": "#009E73",
+    "general-verifier": "#E69F00",
+}
 
 
 # --------------------------------------------------------------------------------- one question
@@ -50,44 +58,35 @@ def draw_group(group, out):
     def rank(i):  # best first, equal answers side by side, samples without an answer last
         return answers[i] is None, -R[i], answers[i] or "", i
 
-    rows = sorted(range(len(R)), key=rank)
-    columns = sorted(group["columns"], key=rank)
-    P = numpy.exp(pandas.Series(group["log_P"], group["columns"])[columns].to_numpy())[None]
+    rows, columns = sorted(range(len(R)), key=rank), sorted(group["columns"], key=rank)
+    P = numpy.exp(pandas.Series(group["log_P"], group["columns"])[columns].to_numpy())
     log_W = pandas.DataFrame(group["log_W"], group["distinct_answers"], group["columns"])
     log_W = log_W.astype(float).fillna(-numpy.inf)  # null: not among the M
     W = numpy.exp(log_W.sub(log_W.max(axis=1), axis=0))  # the factor of each row cancels
-    posterior = W.div(W.sum(axis=1), axis=0)
+    posterior = W.div(W.sum(axis=1), axis=0).where(log_W > -numpy.inf)
     # A sample without an answer has no row in W, and gets nan.
     posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
 
-    cells = 0.3 * (len(rows) + 1)  # height of the rows of both matrices, in inches
-    height = cells + 2.2
-    shape = {"width_ratios": [max(4, len(columns)), 1.3], "height_ratios": [1, len(rows)]}
-    figure, axes = plt.subplots(2, 2, figsize=(9.5, height), gridspec_kw=shape)
-    between = 0.3 / (cells / 2)  # 0.3 inches, as a share of the mean height of the axes
-    figure.subplots_adjust(top=1 - 0.6 / height, bottom=1.3 / height, wspace=0.04, hspace=between)
-    axes[0, 1].set_visible(False)
-    draw_matrix(axes[0, 0], P, "Greens", digits=3)
-    draw_matrix(axes[1, 0], posterior, "Blues", digits=2, top=1.0)
-    draw_matrix(axes[1, 1], numpy.array(R)[rows, None], "Oranges", digits=3)
-    # Draw a line wherever the answer changes, so that the cells between two lines have one answer.
-    for y in changes([answers[i] for i in rows]):
-        axes[1, 0].axhline(y, color="white", linewidth=3)
-        axes[1, 1].axhline(y, color="white", linewidth=3)
-    for x in changes([answers[j] for j in columns]):
-        axes[0, 0].axvline(x, color="white", linewidth=3)
-        axes[1, 0].axvline(x, color="white", linewidth=3)
-    axes[0, 0].set_yticks([0], ["P = π(a*|s)"])
-    axes[1, 0].set_yticks(range(len(rows)), [label(answers[i], group["reference"]) for i in rows])
-    names = [label(answers[j], group["reference"]) for j in columns]
-    axes[1, 0].set_xticks(range(len(columns)), names, rotation=90, fontsize=8)
-    axes[1, 0].set_xlabel("solutions, named by the answer each led to   (= : it is a*)", fontsize=9)
-    axes[1, 0].set_title("D⁻¹W: the posterior, which solutions lead to the answer", fontsize=9)
-    axes[1, 1].set_title("R" if "verdicts" in group else "R = D⁻¹W P", fontsize=9)
-    question = shorten(" ".join(group["question"].split()), 100)
-    title = f"{question}\nreference a* = {shorten(group['reference'], 60)}"
-    title += f", step {group['step']}" if group["step"] else ""
-    figure.suptitle(title, fontsize=10, y=1.0, va="top")
+    figure, axes = plt.subplot_mosaic(
+        [["P", "."], ["W", "R"]],
+        figsize=(9.5, 0.3 * len(rows) + 2.5),
+        width_ratios=[max(4, len(columns)), 1.3],
+        height_ratios=[1, len(rows)],
+        layout="constrained",
+    )
+    draw_matrix(axes["P"], P[None], "Greens", digits=3)
+    draw_matrix(axes["W"], posterior, "Blues", digits=2, top=1.0)
+    draw_matrix(axes["R"], numpy.array(R)[rows, None], "Oranges", digits=3)
+    names = [label(answer, group["reference"]) for answer in answers]
+    axes["P"].set_yticks([0], ["P = π(a*|s)"])
+    axes["W"].set_yticks(range(len(rows)), [names[i] for i in rows])
+    axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=8)
+    axes["W"].set_xlabel("solutions, named by the answer that each led to")
+    axes["W"].set_title("D⁻¹W: the posterior, which solutions lead to the answer")
+    axes["R"].set_title("R" if "verdicts" in group else "R = D⁻¹W P")
+    question = shorten(" ".join(group["question"].split()), 90)
+    reference = shorten(group["reference"], 60)
+    figure.suptitle(f"step {group['step']}: {question}\na* = {reference}", fontsize=11)
     save(figure, out)
 
 
@@ -98,23 +97,18 @@ def draw_matrix(axis, values, colours, digits, top=None):
     axis.imshow(values, cmap=colours, norm=PowerNorm(0.5, vmin=0, vmax=1.3 * top), aspect="auto")
     for (y, x), value in numpy.ndenumerate(values):
         if not math.isnan(value):
-            ink = "white" if value > 0.6 * top else "#222222"
+            ink = "white" if value > 0.6 * top else "black"
             text = f"{value:.{digits}f}".removeprefix("0")
+            text = f"{value:.0e}" if 0 < value < 0.5 * 10**-digits else text
             axis.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
     axis.set(xticks=[], yticks=[])
-    axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-
-
-def changes(names):
-    """The positions between cells where two neighbours differ."""
-    return [k - 0.5 for k in range(1, len(names)) if names[k] != names[k - 1]]
 
 
 def label(answer, reference):
     if answer is None:
         return "(no answer)"
-    return ("=  " if answer == reference else "") + shorten(answer or "(empty)", 22)
+    return shorten(answer or "(empty)", 22) + (" = a*" if answer == reference else "")
 
 
 def shorten(text, most):
@@ -133,69 +127,69 @@ PANELS = [  # (name in metrics.jsonl, x axis, title)
     ("truncated", "step", "samples that were cut off"),
     ("entropy", "step", "entropy, nats per token"),
 ]
+SHARES = {"pass_at_1", "zero_advantage_groups", "answered", "truncated"}
 
 
 def draw_curves(runs, names, out, window=10):
     """Draw one panel per metric. Runs with the same name (they differ in the seed) are thin lines,
-    with their mean. All metrics except pass@1 are averaged over the last `window` steps."""
-    groups = {}
-    for run, name in zip(runs, names):
-        groups.setdefault(name, []).append(read_metrics(run))
-    there = {key for of_name in groups.values() for metrics in of_name for key in metrics}
-    panels = [panel for panel in PANELS if panel[0] in there]
-    columns = min(4, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for (key, over, title), axis in zip(panels, axes.flat):
+    each as far as it got, with their mean. A name begins with its reward, which sets the colour.
+    All metrics except pass@1 are averaged over the last `window` steps."""
+    tables = [read_metrics(run) for run in runs]
+    panels = [panel for panel in PANELS if any(panel[0] in table for table in tables)]
+    height = math.ceil(len(panels) / 4)
+    figure = plt.figure(figsize=(13, 2.8 * height), layout="constrained")
+    for place, (key, over, title) in enumerate(panels, start=1):
+        axis, dashes = figure.add_subplot(height, 4, place), {}
         smooth = 1 if key == "pass_at_1" else window
-        for number, (name, of_name) in enumerate(groups.items()):
-            found = [metrics[key].dropna() for metrics in of_name if key in metrics]
-            if not found:
+        for name in dict.fromkeys(names):
+            ours = [table for table, of in zip(tables, names) if of == name and key in table]
+            if not ours:
                 continue
-            smoothed = [curve.rolling(smooth, min_periods=1).mean() for curve in found]
-            seeds = pandas.concat(smoothed, axis=1, join="inner")  # [steps, seeds]
-            x = seeds.index
-            if over == "minutes":
-                x = pandas.concat([metrics.minutes for metrics in of_name], axis=1).mean(axis=1)[x]
-            colour = COLOURS[number % len(COLOURS)]
-            dashes = "-" if number < len(COLOURS) else "--"
-            marker = "o" if len(seeds) == 1 else None
-            axis.plot(x, seeds.mean(axis=1), dashes, label=name, color=colour, marker=marker)
-            axis.plot(x, seeds, color=colour, linewidth=0.5, alpha=0.5)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_ylim(bottom=0)
-        axis.xaxis.set_major_locator(MaxNLocator(5, integer=over == "step", steps=[1, 2, 5, 10]))
+            reward = re.split("[,@]", name)[0]
+            dashes[reward] = dashes.get(reward, -1) + 1  # runs with other flags have other dashes
+            style = {"color": COLOURS.get(reward, "#56B4E9")}
+            style |= {"linestyle": ["-", "--", ":", "-."][dashes[reward] % 4]}
+            curves = [table[key].dropna().rolling(smooth, min_periods=1).mean() for table in ours]
+            at = [c.index if over == "step" else t.minutes[c.index] for c, t in zip(curves, ours)]
+            mean = pandas.concat(curves, axis=1, join="inner").mean(axis=1)
+            x = pandas.concat([pandas.Series(a, c.index) for a, c in zip(at, curves)], axis=1)
+            marker = "o" if len(mean) == 1 else None
+            axis.plot(x.mean(axis=1)[mean.index], mean, label=name, marker=marker, **style)
+            for x, curve in zip(at, curves if len(curves) > 1 else []):
+                axis.plot(x, curve, linewidth=0.5, alpha=0.5, **style)
+            if len(ours) == 1 and f"{key}_stderr" in ours[0]:
+                band = 1.96 * ours[0][f"{key}_stderr"][mean.index].astype(float)
+                axis.fill_between(at[0], mean - band, mean + band, alpha=0.2, color=style["color"])
+        top = max(line.get_ydata().max() for line in axis.lines)
+        top = 1 if key in SHARES and top > 0.5 else max(top, 1e-3)
+        axis.set(title=title, ylim=(-0.02 * top, 1.04 * top))
         axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncol=columns, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / (3 * rows) * math.ceil(len(groups) / columns)))
+    handles = figure.axes[0].get_legend_handles_labels()
+    columns = max(1, 150 // max(map(len, names)))
+    figure.legend(*handles, loc="outside lower center", ncols=min(6, columns))
     save(figure, out)
 
 
 def read_log(path):
-    lines = read_rows(path)
+    lines = read_rows(path, log=True)
     require(lines, f"{path} is empty: the run has no step yet")
     return lines
 
 
 def read_metrics(run):
     """metrics.jsonl as a table indexed by step, with the minutes of training up to each step."""
-    lines = pandas.DataFrame(read_log(run / "metrics.jsonl")).set_index("step")
-    parts = lines.reindex(columns=["seconds"]).seconds  # missing if only step 0 is there
-    seconds = parts.map(lambda of_step: sum(of_step.values()), na_action="ignore").fillna(0)
-    return lines.assign(minutes=seconds.cumsum() / 60)
+    lines = read_log(run / "metrics.jsonl")
+    seconds = [sum(line.get("seconds", {}).values()) for line in lines]
+    return pandas.DataFrame(lines).assign(minutes=numpy.cumsum(seconds) / 60).set_index("step")
 
 
 def names_of(runs):
     """Name each run by its reward and by the other flags in which the runs differ, except seed."""
-    flags = [read_flags(run) for run in runs]
-    names = [name for name in flags[0] if name not in ("reward", "seed")]
-    differ = [name for name in names if len({repr(of_run.get(name)) for of_run in flags}) > 1]
+    flags = pandas.DataFrame([read_config(run)["flags"] for run in runs], dtype=object)
+    differ = [name for name in flags if flags[name].map(repr).nunique() > 1]
     return [
-        ", ".join([of_run["reward"], *(f"{name} {of_run.get(name)}" for name in differ)])
-        for of_run in flags
+        ", ".join([row.reward, *(f"{n} {row[n]}" for n in differ if n not in ("reward", "seed"))])
+        for _, row in flags.iterrows()
     ]
 
 

@@ -6,32 +6,27 @@ arguments that it needs (actor, tokenizer, M, verifier) and ignores the others. 
 answer (no closed box) gets reward 0 from every reward function.
 """
 
+import re
+
 import torch
 
 import cer
-from engine.cli import short_progress
+from engine.cli import progress, require
 from engine.sampling import generate
-from verifiers import verdict
+from tasks.verifiers import verdict
 
 
 def conditional_expectation(groups, *, actor, tokenizer, M, **_):
     """Conditional Expectation Reward, R = D^-1 W P (Eq. 8). The actor itself is the judge."""
     R, records = [], []
-    for group in short_progress("reward", groups, unit="question"):
+    for group in progress("reward", groups, unit="question"):
         a_star = group.problem.reference
         R_group, matrices = cer.rewards(
             actor, tokenizer, group.prompt, group.completions, a_star, M
         )
         R.append(R_group)
-        # JSON has no infinity, so a solution that is not among the M gets null.
-        log_W = [[x if x > -torch.inf else None for x in row] for row in matrices.log_W.tolist()]
         records.append(
-            {
-                "distinct_answers": matrices.distinct_answers,
-                "columns": matrices.columns,
-                "log_W": log_W,
-                "log_P": matrices.log_P.tolist(),
-            }
+            {name: x.tolist() if torch.is_tensor(x) else x for name, x in vars(matrices).items()}
         )
     return torch.stack(R), records
 
@@ -43,7 +38,7 @@ def exact_match(groups, **_):
 
 def rule(groups, **_):
     """1 where the data set's own verifier accepts the answer."""
-    return from_verdicts([[verdict(g.problem, a) for a in g.answers] for g in groups])
+    return by_verdict(groups, verdict)
 
 
 def rule_and_cer(groups, **models):
@@ -57,7 +52,7 @@ def verifree(groups, *, actor, tokenizer, **_):
     """VeriFree: R_i = pi(a*|s_i, q), whatever answer was sampled. (An answer is needed only to know
     where the solution ends.) The update then teaches a* in its place (rloo.verifree_rows)."""
     R = torch.zeros(len(groups), len(groups[0].answers))
-    for R_group, group in zip(R, short_progress("reward", groups, unit="question")):
+    for R_group, group in zip(R, progress("reward", groups, unit="question")):
         answered = [i for i, answer in enumerate(group.answers) if answer is not None]
         contexts, a_star = [group.context(i) for i in answered], group.problem.reference
         log_P = cer.answer_logprobs(actor, tokenizer, contexts, [a_star])[0]
@@ -67,15 +62,11 @@ def verifree(groups, *, actor, tokenizer, **_):
 
 def general_verifier(groups, *, verifier, **_):
     """1 where another language model judges the answer equal to the reference. It is asked once for
-    each distinct (question, reference, answer) of the groups, all together."""
-    asked = [
-        [None if a is None else (g.problem.question, g.problem.reference, a) for a in g.answers]
-        for g in groups
-    ]
-    distinct = list(dict.fromkeys(triple for of_group in asked for triple in of_group if triple))
-    verdict_on = dict(zip(distinct, ask(verifier, distinct)))
-    # get returns None for a sample without an answer
-    return from_verdicts([[verdict_on.get(triple) for triple in of_group] for of_group in asked])
+    each distinct (problem, answer) of the groups, all together."""
+    pairs = [(group.problem, a) for group in groups for a in group.answers if a is not None]
+    distinct = list(dict.fromkeys(pairs))
+    said = dict(zip(distinct, ask(verifier, distinct)))
+    return by_verdict(groups, lambda problem, answer: said[problem, answer])
 
 
 def as_rewards(right):
@@ -83,10 +74,32 @@ def as_rewards(right):
     return torch.tensor(right, dtype=torch.float32), [{} for _ in right]
 
 
-def from_verdicts(verdicts):
-    """B lists of N verdicts (None for a sample without an answer) -> R [B, N], records."""
-    R, _ = as_rewards([[said == "right" for said in of_group] for of_group in verdicts])
+def by_verdict(groups, verdict):
+    """verdict(problem, answer) -> R [B, N], 1 where it is "right", and the verdicts as records. It
+    is asked once for each distinct answer of a group. No answer has the verdict None."""
+    verdicts = []
+    for group in groups:
+        said = {None: None}
+        for answer in group.answers:
+            if answer not in said:
+                said[answer] = verdict(group.problem, answer)
+        verdicts.append([said[answer] for answer in group.answers])
+    R, _ = as_rewards([[one == "right" for one in of_group] for of_group in verdicts])
     return R, [{"verdicts": of_group} for of_group in verdicts]
+
+
+def compute_rewards(name, groups, **models):
+    """The reward of this name, checked -> R [B, N] and B records."""
+    R, records = REWARDS[name](groups, **models)
+    expected = (len(groups), len(groups[0].answers))
+    require(
+        torch.is_tensor(R) and R.shape == expected and R.isfinite().all(),
+        f"the reward {name!r} ({REWARDS[name].__name__}) must return finite numbers R {expected}, "
+        f"one for each question and sample; it returned {R}",
+    )
+    records_needed = f"the reward {name!r} must return a record (a dict) for each of the groups"
+    require([type(record) for record in records] == [dict] * len(groups), records_needed)
+    return R, records
 
 
 REWARDS = {
@@ -118,18 +131,21 @@ If the student's answer is correct, output "Final Decision: Yes". If the student
 incorrect, output "Final Decision: No". Assistant:"""
 
 
-def ask(verifier, triples):
-    """(question, reference, answer) triples -> the verdict on each, "right", "wrong" or
-    "undecided", by greedy decoding. verifier: (model, tokenizer)."""
+def ask(verifier, pairs):
+    """(problem, answer) pairs -> the verdict on each, "right", "wrong" or "undecided", by greedy
+    decoding. verifier: (model, tokenizer)."""
     model, tokenizer = verifier
-    texts = [VERIFIER_PROMPT.format(question=q, reference=r, answer=a) for q, r, a in triples]
+    texts = [
+        VERIFIER_PROMPT.format(question=p.question, reference=p.reference, answer=answer)
+        for p, answer in pairs
+    ]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
     return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
 
 
 def decision(output):
-    """The verdict in the verifier's reply (without the prompt, which contains both decisions)."""
-    if "Final Decision: Yes" in output:
-        return "right"
-    return "wrong" if "Final Decision: No" in output else "undecided"
+    """The verdict in the verifier's reply: its last decision. One that is quoted, as in an echo of
+    the prompt, is none, and neither is "Yes/No"."""
+    said = re.findall(r"""Final Decision: (Yes|No)\b(?![/"'])""", output)
+    return {"Yes": "right", "No": "wrong"}[said[-1]] if said else "undecided"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from engine.cli import short_progress
+from engine.cli import progress
 from engine.tokens import batches, pad, vocabulary
 
 
@@ -63,12 +63,12 @@ def verifree_rows(group, R, A, tokenizer):
     token that closed the sample's own box, so each closing token is taught as often as the model
     uses it.
     """
-    vocab = vocabulary(tokenizer)
     rows = []
     for i, (R_i, A_i) in enumerate(zip(R.tolist(), A.tolist())):
         reference = []
-        if box := vocab.locate_answer(group.completions[i]):
-            reference = vocab.encode("{" + group.problem.reference + box.closing)
+        if box := group.boxes[i]:
+            text = "{" + group.problem.reference + box.closing
+            reference = vocabulary(tokenizer).encode(text)
         weights = [0.0] * len(group.prompt) + [A_i] * group.solution_lengths[i]
         rows.append(TrainingRow(group.context(i) + reference, weights + [R_i] * len(reference)))
     return rows
@@ -96,7 +96,7 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
     rows = [row for row in rows if any(row.weights)] or rows[:1]
     loss = torch.zeros((), device=policy.device)
     todo = list(microbatches(rows, microbatch_tokens))
-    for number, (ids, weights) in enumerate(short_progress("update", todo), start=1):
+    for number, (ids, weights) in enumerate(progress("update", todo), start=1):
         ids, weights = ids.to(policy.device), weights.to(policy.device)  # [b, L] each
         policy.set_requires_gradient_sync(policy.sync_every_batch or number == len(todo))
         logprobs = policy(ids, weights != 0)  # of the tokens with a weight

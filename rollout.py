@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import jinja2
 
-from data import Problem
-from engine.cli import InputError, first_line
+from engine.cli import InputError, first_line, require
 from engine.sampling import generate
-from engine.tokens import vocabulary
+from engine.tokens import Box, vocabulary
+from tasks.data import Problem
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,20 @@ class Group:
     prompt: list[int]
     completions: list[list[int]]  # N, as sampled, the stop token included
     texts: list[str]  # N, decoded, without special tokens
-    solution_lengths: list[int]  # N; s_i is completions[i][:solution_lengths[i]], all if no answer
-    answers: list[str | None]  # N; a_i, or None without a closed box
+    boxes: list[Box | None]  # N; where the answer is, None without a closed box
     truncated: list[bool]  # N; whether the length limit cut it off
-    entropies: list[float]  # N; entropy of the next token, mean over the completion, in nats
+    entropies: list[float] | None  # N, if the sampler knows them; see engine.sampling.generate
+
+    @property
+    def answers(self):
+        """a_i, or None without a closed box [N]."""
+        return [box.answer if box else None for box in self.boxes]
+
+    @property
+    def solution_lengths(self):
+        """s_i is completions[i][:solution_lengths[i]], the whole completion without a box [N]."""
+        pairs = zip(self.boxes, self.completions)
+        return [box.solution_length if box else len(ids) for box, ids in pairs]
 
     def context(self, i):
         """q and s_i as token ids, up to just before the brace of the box."""
@@ -49,6 +59,8 @@ def encode_prompt(tokenizer, problem):
     """The prompt as token ids, through the chat template, or as plain text if the tokenizer has
     none."""
     messages = chat_messages(problem)
+    control = [token for token in tokenizer.all_special_tokens if token in problem.question]
+    require(not control, f"the question {problem.question[:80]!r} has a control token, {control}")
     if not tokenizer.chat_template:
         return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
     try:
@@ -71,7 +83,8 @@ def sample(model, tokenizer, problems, N, max_new_tokens, **settings):
     groups = []
     for k, (problem, prompt) in enumerate(zip(problems, prompts)):
         own = slice(k * N, (k + 1) * N)
-        groups.append(to_group(tokenizer, stops, problem, prompt, completions[own], entropies[own]))
+        of_group = completions[own], entropies and entropies[own]
+        groups.append(to_group(tokenizer, stops, problem, prompt, *of_group))
     return groups
 
 
@@ -79,14 +92,12 @@ def to_group(tokenizer, stops, problem, prompt, completions, entropies):
     """Locate the last closed box of each completion, even if the text was truncated after it. Base
     models often go on writing after the box. Those tokens stay in the completion."""
     vocab = vocabulary(tokenizer)
-    boxes = [vocab.locate_answer(ids) for ids in completions]
     return Group(
         problem=problem,
         prompt=prompt,
         completions=completions,
         texts=[vocab.join(ids).decode("utf-8", "replace") for ids in completions],
-        solution_lengths=[b.solution_length if b else len(c) for b, c in zip(boxes, completions)],
-        answers=[box.answer if box else None for box in boxes],
+        boxes=[vocab.locate_answer(ids) for ids in completions],
         truncated=[ids[-1] not in stops for ids in completions],
         entropies=entropies,
     )

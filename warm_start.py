@@ -7,16 +7,20 @@ Each row of the file has a `question` (or `problem`) and a `solution` that ends 
 you would like the model to write it. Twenty rows can be enough.
 """
 
-import random
+import shlex
 
-from data import Problem, to_problem
-from engine import cli, run
+import torch.distributed as dist
+
+from engine import cli
 from engine.cli import require
 from engine.files import read_rows
-from engine.policy import load
+from engine.load import load
+from engine.log import claim
+from engine.ranks import Stop, init_ranks
 from engine.supervised import supervise
 from engine.tokens import split_answer, vocabulary
 from rollout import encode_prompt
+from tasks.data import in_epochs, to_problem
 
 
 def main():
@@ -30,33 +34,29 @@ def main():
     add("--lr", type=cli.number(float, 1e-12), default=5e-5, help="peak learning rate of Adam")
     add("--seed", type=int, default=0, help="random seed of the order")
     args = parser.parse_args()
-    device = run.init_ranks()
-    out = run.output_directory(args.out, "warm-start")
+    device = init_ranks()
+    require(dist.get_world_size() == 1, "warm_start.py runs in one process, without torchrun")
+    out = claim(args.out, "warm-start")
     demonstrations = read_demonstrations(args.data)
     model, tokenizer = load(args.model, device)
     pairs = [
         (encode_prompt(tokenizer, problem), vocabulary(tokenizer).encode(solution))
         for problem, solution in demonstrations
     ]
-
-    rng = random.Random(args.seed)
-    order = []
-
-    def demonstrate():
-        if not order:
-            order.extend(rng.sample(pairs, len(pairs)))
-        return order.pop()
-
     # The rate falls to about 0 by the last step, so that a single step would train nothing.
     steps = max(2, args.epochs * len(pairs) // args.batch)
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
     model = model.float().train()  # Adam would hardly move bf16 weights
     stop = tokenizer.eos_token_id
     require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
-    loss = supervise(model, demonstrate, steps, args.batch, args.lr, stop)
+    shown = iter(in_epochs(pairs, steps * args.batch, args.seed))
+    stopping = Stop()
+    loss = supervise(model, shown, steps, args.batch, args.lr, stop, lambda: stopping.signal)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
-    print(f"final loss {loss:.3f}; train with: python train.py --model {out} --dataset FILE")
+    train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])
+    print(f"final loss {loss:.3f}; train with: {train}")
+    return 128 + stopping.signal if stopping.signal else 0
 
 
 def read_demonstrations(path):
@@ -66,9 +66,10 @@ def read_demonstrations(path):
         solution = row.get("solution")
         boxed = isinstance(solution, str) and split_answer(solution)
         require(boxed, rf"{path}, row {number}: expected a `solution` with a closed \boxed{{...}}")
-        problem = to_problem(row | {"answer": boxed[1]})
-        require(isinstance(problem, Problem), f"{path}, row {number}: {problem}")
-        demonstrations.append((problem, solution))
+        try:
+            demonstrations.append((to_problem(row | {"answer": boxed[1]}, "text"), solution))
+        except ValueError as reason:
+            raise cli.InputError(f"{path}, row {number}: {reason}") from reason
     require(demonstrations, f"{path} is empty")
     return demonstrations
 

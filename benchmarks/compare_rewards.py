@@ -26,10 +26,11 @@ from tqdm import tqdm
 
 import plot
 import rewards
-import toy
-from engine import cli, policy
-from engine.files import checkpoints, read_flags, read_rows
+from engine import cli, load
+from engine.files import checkpoints, read_config, read_rows
 from engine.supervised import supervise
+from tasks import toy
+from tasks.data import Problem
 
 RUNS = ROOT / "runs" / "compare_rewards"
 EVALUATION = "--eval-temperature 1 --eval-top-p 1 --eval-top-k 0"  # as on the toy
@@ -124,15 +125,17 @@ def warm_start(directory, model, steps=60):
     """Train a real model for some steps on the toy's demonstrations, so that it boxes answers in
     all eight forms. Its prompt becomes the toy's, the question alone."""
     torch.manual_seed(0)
-    model, tokenizer = policy.load(model, "cpu")
+    model, tokenizer = load.load(model, "cpu")
     tokenizer.chat_template = toy.CHAT_TEMPLATE
     rng, (_, train) = random.Random(0), toy.stories()
 
-    def demonstrate():
-        return tokenizer(list(toy.demonstration(rng, train)), add_special_tokens=False)["input_ids"]
+    def pairs():
+        while True:
+            pair = list(toy.demonstration(rng, train))
+            yield tokenizer(pair, add_special_tokens=False)["input_ids"]
 
     stop = tokenizer.eos_token_id
-    supervise(model.float().train(), demonstrate, steps, batch=24, lr=1e-4, stop=stop)
+    supervise(model.float().train(), pairs(), steps, batch=24, lr=1e-4, stop=stop)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -175,7 +178,7 @@ def evaluate(out, step, held_out, when, log, threads):
 
 def result(reward, seed, out, steps):
     """A run's line in the CSV."""
-    flags = read_flags(out)
+    flags = read_config(out)["flags"]
     lines = pandas.DataFrame(read_rows(out / "metrics.jsonl")).set_index("step")
     scores, taken = lines.pass_at_1.dropna(), lines[lines.reward.notna()]
     seconds = pandas.DataFrame(taken.seconds.tolist()).sum()
@@ -247,26 +250,27 @@ def train_verifier(directory, steps=900):
     model = toy.build_model(tokenizer)
 
     def pair(stories):
-        """-> (question, reference, answer), and the numbers that reference and answer state."""
+        """-> (problem, answer), and the numbers that the reference and the answer state."""
         story = rng.choice(stories)
-        number = story.value(story.method)
-        said = number if rng.random() < 0.5 else story.value(rng.randrange(3))
-        forms = [story.form(rng.choice(toy.FORMS), n) for n in (number, said)]
-        return (story.question(), *forms), (number, said)
+        number = story.work(story.method)[3]
+        said = number if rng.random() < 0.5 else story.work(rng.randrange(3))[3]
+        forms = [story.answer(rng.choice(toy.FORMS), n) for n in (number, said)]
+        return (Problem(story.question(), forms[0]), forms[1]), (number, said)
 
-    def demonstrate():
-        (question, reference, answer), (number, said) = pair(train)
-        prompt = rewards.VERIFIER_PROMPT.format(
-            question=question, reference=reference, answer=answer
-        )
-        decision = f" {number:02} {said:02} Final Decision: {'Yes' if number == said else 'No'}"
-        return tokenizer([prompt, decision])["input_ids"]
+    def demonstrations():
+        while True:
+            (problem, answer), (number, said) = pair(train)
+            prompt = rewards.VERIFIER_PROMPT.format(
+                question=problem.question, reference=problem.reference, answer=answer
+            )
+            decision = f" {number:02} {said:02} Final Decision: {'Yes' if number == said else 'No'}"
+            yield tokenizer([prompt, decision])["input_ids"]
 
-    supervise(model, demonstrate, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
+    supervise(model, demonstrations(), steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     asked = [pair(held_out) for _ in range(500)]
-    verdicts = rewards.ask(policy.load(directory, "cpu", check=False), [t for t, _ in asked])
+    verdicts = rewards.ask(load.load(directory, "cpu", check=False), [t for t, _ in asked])
     agree = sum((v == "right") == (n == said) for v, (_, (n, said)) in zip(verdicts, asked))
     print(f"the toy's verifier is right on {agree / 500:.1%} of 500 held-out pairs")
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from measure import SHAPES, measure, prompts_that_end, random_model, where
 from transformers import Qwen3Config
 
-import toy
 from cer import answer_logprobs, closing_tokens, log_finished
-from engine import cli, policy, run
+from engine import cli, load, policy, ranks
 from engine.sampling import generate
 from engine.tokens import pad, vocabulary
 from rloo import TrainingRow, update
+from tasks import toy
 
 LENGTHS = {"tiny": 12, "small": 256}  # for the other shapes it is 1,000 tokens
 
@@ -31,7 +31,7 @@ def main():
     parser.add_argument("--shape", choices=SHAPES, help="(default: qwen3-4b on a GPU, else small)")
     parser.add_argument("--repeats", type=cli.number(int, 1), default=3, help="report the median")
     args = parser.parse_args()
-    device = run.init_ranks()
+    device = ranks.init_ranks()
     on_gpu = device.type == "cuda"
     shape = args.shape or ("qwen3-4b" if on_gpu else "small")
     length, dtype = LENGTHS.get(shape, 1000), torch.bfloat16 if on_gpu else torch.float32
@@ -39,7 +39,7 @@ def main():
     tokenizer = toy.build_tokenizer()  # any will do, since the weights are random
     config = Qwen3Config(eos_token_id=1, **SHAPES[shape])
     model = random_model(config, dtype, device).eval()
-    policy.reset_generation_config(model, tokenizer)
+    load.reset_generation_config(model, tokenizer)
     origin = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), **where()}
     parts = scoring, decoding, sampling, updating
     for part in parts:

@@ -25,14 +25,13 @@ from measure import ROOT, commit, markdown
 from tqdm import tqdm
 
 import plot
-import report
-import toy
-from data import load_problems
-from engine import cli, policy, run
+from engine import cli, load, log, ranks
 from engine.files import append_rows
 from rewards import conditional_expectation
 from rollout import sample
-from verifiers import verdict
+from tasks import toy
+from tasks.data import load_problems
+from tasks.verifiers import verdict
 
 REWARDS = ["exact", "rule", "verifree", "cer", "rule+cer"]
 
@@ -48,7 +47,7 @@ def main():
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", type=Path, default=ROOT / "benchmarks/results/judge.csv", help="the CSV")
     args = parser.parse_args()
-    groups = samples_of(args, run.init_ranks())
+    groups = samples_of(args, ranks.init_ranks())
     slug = re.sub(r"\W+", "-", args.name)
     directory = ROOT / "runs" / "judge" / f"{slug}-{args.seed}"
     directory.mkdir(parents=True, exist_ok=True)
@@ -71,17 +70,17 @@ def main():
 def samples_of(args, device, at_once=10):
     """Sample all questions -> rows as in samples.jsonl, with CER's matrices over all solutions."""
     groups, problems = [], load_problems("toy-test", args.questions)
-    model, tokenizer = policy.load(args.model, device)
-    run.seed_everything(args.seed)
+    model, tokenizer = load.load(args.model, device)
+    ranks.seed_everything(args.seed)
     for start in tqdm(range(0, len(problems), at_once), unit="batch"):
         batch = problems[start : start + at_once]
         sampled = sample(model, tokenizer, batch, args.samples, args.max_new_tokens)
         R, records = conditional_expectation(sampled, actor=model, tokenizer=tokenizer, M=None)
         for group, R_group, record in zip(sampled, R, records):
             record["correct"] = [
-                verdict(group.problem, answer) == "right" for answer in group.answers
+                a is not None and verdict(group.problem, a) == "right" for a in group.answers
             ]
-            groups.append(report.sample_record(0, group, R_group, record))
+            groups.append(log.group_record(0, group, R_group, record))
     return groups
 
 

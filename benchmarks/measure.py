@@ -42,7 +42,7 @@ def prompts_that_end(lengths):
     """-> prompts whose completions have the given lengths. Prompt k begins with token 2 + k, which
     tells a probe inside the sampler when to force the stop, token 1."""
 
-    class Ends(sampling.EntropyProbe):
+    class Ends(sampling.Probe):
         def __call__(self, ids, logits):
             logits = super().__call__(ids, logits)
             first = (ids > 0).int().argmax(1)  # rows are padded on the left
@@ -54,7 +54,7 @@ def prompts_that_end(lengths):
             logits[stop, 1] = 0.0
             return logits
 
-    with mock.patch.object(sampling, "EntropyProbe", Ends):
+    with mock.patch.object(sampling, "Probe", Ends):
         yield [[2 + row] + [9] * (PROMPT_TOKENS - 1) for row in range(len(lengths))]
 
 

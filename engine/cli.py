@@ -1,10 +1,11 @@
 """The command line: flags, progress and error messages of the scripts. Does not import torch."""
 
 import argparse
+import contextlib
 import difflib
-import errno
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,9 @@ class InputError(Exception):
     would be right. run_script prints it and exits with code 2."""
 
 
+MADE = []  # directories made by this attempt, until it is sure to run
+
+
 def require(condition, message):
     if not condition:
         raise InputError(message)
@@ -31,18 +35,15 @@ def first_line(error):
 
 def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
-    be opened, a full disk and a GPU out of memory become one line on stderr and exit code 2."""
+    be used and a GPU out of memory become one line on stderr and exit code 2. The directories in
+    MADE are then removed, so that a refused attempt leaves nothing."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
-    except InputError as error:
-        message = str(error)
-    except OSError as error:
-        if not error.filename and error.errno != errno.ENOSPC:
-            raise
+    except (InputError, OSError) as error:
         message = str(error)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
@@ -53,6 +54,8 @@ def run_script(main):
         # they sleep. A rank that is still alive after 8 s failed alone and prints the error itself.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(8)
+    for directory in MADE:
+        shutil.rmtree(directory, ignore_errors=True)
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -103,16 +106,28 @@ def is_rank_0():
 
 def say(text):
     """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints."""
-    if is_rank_0():
-        tqdm.write(text, file=sys.stderr)
+    # Nothing is lost if the log's reader is gone, or if a signal's line interrupts another line.
+    with contextlib.suppress(OSError, RuntimeError):
+        if is_rank_0():
+            tqdm.write(text, file=sys.stderr)
 
 
-def progress(iterable=None, **options):
-    """tqdm's progress bar, only on rank 0 and only on a terminal."""
-    disable = None if is_rank_0() else True  # None: disabled unless on a terminal
-    return tqdm(iterable, dynamic_ncols=True, disable=disable, **options)
+class Lines:
+    """A file for tqdm that is no terminal: every state of the bar becomes a line of the log."""
+
+    def write(self, text):
+        if text.strip():
+            say(text.strip())
+
+    def flush(self):
+        pass
 
 
-def short_progress(name, iterable=None, **options):
-    """A bar for one part of a step, shown only if the part takes more than ten seconds."""
-    return progress(iterable, desc=name, delay=10, leave=False, **options)
+def progress(name, iterable=None, **options):
+    """tqdm's bar for one part of a step, on rank 0. On a terminal it appears after ten seconds.
+    Elsewhere it prints a line a minute."""
+    if not sys.stderr.isatty():
+        options |= {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1}
+    return tqdm(
+        iterable, name, **{"delay": 10, "leave": False, "disable": not is_rank_0()} | options
+    )

@@ -1,24 +1,36 @@
 """Read and write the files of runs and data sets. Does not import torch."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
 
-from engine.cli import InputError, first_line, require
+import pyarrow.parquet
+
+from engine.cli import MADE, InputError, first_line, require
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
 
-def read_rows(path):
+def read_rows(path, log=False):
     """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
-    because readers that guess types turn "014" into 14. InputError names the first bad row."""
-    path = Path(path)
-    rows = []
-    formats = ", ".join(FORMATS)
-    require(path.suffix in FORMATS, f"{path}: expected a file that ends in {formats}")
+    because readers that guess types turn "014" into 14. InputError names the first bad row. The
+    last line of a log may be half written, and is left out if it has no end."""
+    path, rows = Path(path), []
+    ending = path.suffix.lower()
+    require(ending in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
     require(path.is_file(), f"{path}: no such file")
     try:
-        for row in raw_rows(path):
+        if ending == ".parquet":
+            source = pyarrow.parquet.read_table(path).to_pylist()
+        elif ending == ".json":
+            source = json.loads(path.read_bytes())
+            if isinstance(source, dict):  # an object with one list, such as {"data": [...]}
+                [source] = [value for value in source.values() if isinstance(value, list)]
+        else:
+            lines = path.read_bytes().split(b"\n")[: -1 if log else None]
+            source = (json.loads(line) for line in lines if line.strip())
+        for row in source:
             rows.append(dict(row))
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise InputError(
@@ -26,18 +38,6 @@ def read_rows(path):
             f"or .parquet file ({first_line(error)})"
         ) from error
     return rows
-
-
-def raw_rows(path):
-    if path.suffix == ".parquet":
-        import pyarrow.parquet  # imported here, because the other formats do not need it
-
-        yield from pyarrow.parquet.read_table(path).to_pylist()
-    elif path.suffix == ".json":
-        yield from json.loads(path.read_text(encoding="utf-8"))
-    else:
-        with open(path, encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file if line.strip())
 
 
 def write_atomically(path, text):
@@ -49,26 +49,38 @@ def write_atomically(path, text):
 
 def append_rows(path, rows):
     with open(path, "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.write(to_jsonl(rows))
 
 
-def keep_steps_before(first_step, path):
-    """Keep only the steps before first_step in a log. A crash may have left half a line."""
-    text = path.read_text() if path.exists() else ""
-    write_atomically(path, text[: text.rfind("\n") + 1])
-    kept = [row for row in read_rows(path) if row["step"] < first_step]
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+def to_jsonl(rows):
+    """Rows as lines of JSON, which has no nan and no infinity, so these become null."""
+    finite = [json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows]
+    return "".join(json.dumps(row) + "\n" for row in finite)
 
 
-def read_flags(run):
-    """The flags of a run, from its config.json."""
-    run = Path(run)
-    require(run.is_dir(), f"{run}: no such directory")
-    path = run / "config.json"
+def lock(directory):
+    """Make a directory, and lock it against other processes until this one ends."""
+    MADE.extend([path for path in [*directory.parents[::-1], directory] if not path.exists()][:1])
+    directory.mkdir(parents=True, exist_ok=True)
+    file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT)  # never closed
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(file, 20).decode()
+        require(owner == str(os.getpid()), f"{directory}: process {owner} is writing to it")
+    os.ftruncate(file, 0)
+    os.pwrite(file, str(os.getpid()).encode(), 0)
+
+
+def read_config(run):
+    """config.json of a run, with its flags by name in "flags"."""
+    path = Path(run) / "config.json"
+    require(Path(run).is_dir(), f"{run}: no such directory")
     require(path.is_file(), f"{run} is not a run: it has no config.json")
     try:
-        return dict(json.loads(path.read_text())["flags"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        config = json.loads(path.read_text())
+        return config | {"flags": dict(config["flags"])}
+    except (ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{path} is not the configuration of a run ({first_line(error)})"
         ) from error

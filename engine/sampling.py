@@ -1,11 +1,12 @@
 """Sample completions of prompts with Hugging Face's generate()."""
 
 import copy
+import math
 
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StaticCache
 
-from engine.cli import short_progress
+from engine.cli import progress, say
 from engine.tokens import batches, pad
 
 
@@ -13,77 +14,102 @@ def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
     """The defaults are the model's own distribution. temperature=0 is greedy, top_k=0 keeps all."""
     if temperature > 0:
         settings |= dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    config = copy.deepcopy(model.generation_config)  # its stop and suppressed tokens
+    config = copy.deepcopy(model.generation_config)  # its stop tokens
     config.update(**settings)
     return config
 
 
-class EntropyProbe(LogitsProcessor):
-    """Records the entropy of each step's logits and does not change them."""
+class Probe(LogitsProcessor):
+    """Suppresses the ids beyond the tokenizer, records the entropy of each step, and counts on the
+    progress bar."""
 
-    def __init__(self):
-        self.steps = []  # [rows] each, in nats
+    def __init__(self, spelled_ids, bar):
+        self.spelled_ids, self.bar = spelled_ids, bar
+        self.entropies = []  # [rows] each, in nats
 
     def __call__(self, ids, logits):
+        # generate()'s own suppress_tokens takes a list, and sorts the vocabulary at every step.
+        logits[:, self.spelled_ids :] = -torch.inf
         logp = logits.float().log_softmax(-1)
-        self.steps.append(-(logp.exp() * logp.clamp_min(-1e9)).sum(-1))  # 0 * -inf would be nan
+        self.entropies.append(-(logp.exp() * logp.clamp_min(-1e9)).sum(-1))  # 0 * -inf is nan
+        self.bar.update(len(logits))
         return logits
 
 
-@torch.no_grad()
 def generate(model, prompts, max_new_tokens, piece=512, name="sample", **settings):
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
+    A completion ends early where the model has no more positions. settings: see sampling_config.
+
+    This function is all that the program knows of sampling. Another sampler takes its place. It may
+    return None for the entropies.
 
     model.generate() runs in pieces of a few hundred tokens. The batch of a piece is made of the
     shortest unfinished rows, as many as fit in memory. So finished rows do not stay in memory until
     the longest one ends. A piece prefills its rows again. This costs one forward pass, but no KV
-    cache is kept between pieces. settings: see sampling_config.
+    cache is kept between pieces.
     """
     completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
-    stops, budget = set(model.generation_config.eos_token_id), tokens_that_fit(model)
-    unfinished, tokens = list(range(len(prompts))), 0
-    # Lengths are not known in advance, so the bar shows no remaining time.
-    bar_format = "{desc}: {n_fmt}/{total_fmt} samples finished{postfix} [{elapsed}]"
-    bar = short_progress(name, total=len(prompts), bar_format=bar_format)
+    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
+    most = [max(1, min(max_new_tokens, positions - len(prompt))) for prompt in prompts]
+    if short := sum(limit < max_new_tokens for limit in most):
+        say(f"{short} of {len(most)} samples have less room than {max_new_tokens} tokens")
+    stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
+    unfinished, bar = list(range(len(prompts))), progress(name, unit=" tokens", unit_scale=True)
     while unfinished:
-        lengths = [len(prompts[i]) + len(completions[i]) + piece for i in unfinished]
-        batch = [unfinished[position] for position in next(batches(lengths, budget))]
-        unfinished = [i for i in unfinished if i not in batch]
-        rows = [prompts[i] + completions[i] for i in batch]
-        ids = pad(rows, side="left").to(model.device)  # on the left, so that all end in one column
-        mask = pad([[1] * len(row) for row in rows], side="left").to(model.device)
-        room = max_new_tokens - min(len(completions[i]) for i in batch)
-        config = sampling_config(model, max_new_tokens=min(piece, room), **settings)
-        probe = EntropyProbe()
-        sampled = model.generate(
-            ids, attention_mask=mask, generation_config=config, logits_processor=[probe]
-        )[:, ids.shape[1] :].tolist()
-        for i, new, entropy in zip(batch, sampled, torch.stack(probe.steps, 1).tolist()):
-            new = new[: max_new_tokens - len(completions[i])]
-            stop = next((t for t, token in enumerate(new, start=1) if token in stops), None)
-            completions[i] += new[:stop]
-            entropies[i] += sum(entropy[: len(new[:stop])])
-            tokens += len(new[:stop])
-            if stop is None and len(completions[i]) < max_new_tokens:
-                unfinished.append(i)
-            else:
-                bar.update()
-        bar.set_postfix_str(f"{tokens:,} tokens")
+        finished = len(prompts) - len(unfinished)
+        bar.set_description(f"{name}: {finished}/{len(prompts)} samples finished", refresh=False)
+        lengths = [len(prompts[i]) + len(completions[i]) for i in unfinished]
+        needed = [row_bytes(model, length, piece) for length in lengths]
+        batch = [unfinished[position] for position in next(batches(needed, budget))]
+        so_far = [prompts[i] + completions[i] for i in batch]
+        more = min(piece, max(most[i] - len(completions[i]) for i in batch))
+        for i, ids, entropy in zip(batch, *extend(model, so_far, more, bar, settings)):
+            ids = ids[: most[i] - len(completions[i])]
+            end = next((t for t, token in enumerate(ids, start=1) if token in stops), len(ids))
+            completions[i] += ids[:end]
+            entropies[i] += sum(entropy[:end])
+            if completions[i][-1] in stops or len(completions[i]) == most[i]:
+                unfinished.remove(i)
     bar.close()
     return completions, [total / len(ids) for total, ids in zip(entropies, completions)]
 
 
-def tokens_that_fit(model):
-    """How many tokens to hold at once. Their KV cache may take half of the GPU's free memory, or
-    4 GiB on a CPU. The other half is for the activations of one layer in the prefill."""
+@torch.no_grad()
+def extend(model, so_far, tokens, bar, settings):
+    """Sample up to so many more tokens of each list of ids -> their ids, and for each token the
+    entropy of the model's distribution. Whatever follows a stop token is padding."""
+    ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
+    mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
+    probe = Probe(model.spelled_ids, bar)
+    # A static cache is written in place. The default one is copied whole at every token. Under
+    # generate()'s own compilation the keys of grouped queries would be repeated for all heads.
+    cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)
+    settings = settings | {"max_new_tokens": tokens, "disable_compile": True}
+    longer = model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        generation_config=sampling_config(model, **settings),
+        logits_processor=[probe],
+    )
+    return longer[:, ids.shape[1] :].tolist(), torch.stack(probe.entropies, 1).tolist()
+
+
+def row_bytes(model, tokens, more):
+    """The memory of a row of so many tokens that samples `more`: its keys and values, the
+    activations of one layer in the prefill, and some copies of its logits."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    kv = 2 * config.num_hidden_layers * kv_heads * head_dim
+    kv = 2 * config.num_hidden_layers * kv_heads * head_dim  # Qwen3-4B in bf16: 144 KiB a token
     layer = 4 * (config.hidden_size + config.intermediate_size)
-    bytes_per_token = max(kv, layer) * model.dtype.itemsize  # Qwen3-4B in bf16: 144 KiB, its KV
+    return ((tokens + more) * kv + tokens * layer) * model.dtype.itemsize + 24 * config.vocab_size
+
+
+def bytes_that_fit(model):
+    """95% of the GPU's free memory, or 4 GiB on a CPU."""
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0] // 2 // bytes_per_token
-    return (4 << 30) // bytes_per_token
+        return 0.95 * torch.cuda.mem_get_info()[0]
+    return 4 << 30

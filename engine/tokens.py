@@ -94,8 +94,13 @@ class Vocabulary:
 
     def locate_answer(self, ids):
         """The last closed box in sampled ids -> Box, or None. The ids are cut as they were sampled
-        and never tokenised again. In the rare case that the opening brace is not the first byte of
-        its token, they cannot be cut there, and the result is None."""
+        and never tokenised again. In the rare cases that the opening brace is not the first byte of
+        its token, so that they cannot be cut there, or that the answer is not UTF-8, the result is
+        None. Raises ValueError for ids that the tokenizer does not have."""
+        if not all(0 <= i < len(self.bytes) for i in ids):
+            raise ValueError(
+                f"a token id is not in the tokenizer's range, 0 to {len(self.bytes) - 1}"
+            )
         # latin-1 reads every byte as one character, so that offsets count bytes.
         text = self.join(ids).decode("latin-1")
         found = split_answer(text)
@@ -109,8 +114,11 @@ class Vocabulary:
             return None
         solution_length = bisect.bisect_right(ends, opening)  # index of the brace's token
         rest = text[closing : ends[bisect.bisect_right(ends, closing)]]
-        answer, rest = (s.encode("latin-1").decode("utf-8", "replace") for s in (answer, rest))
-        return Box(solution_length, answer, rest)
+        try:
+            answer = answer.encode("latin-1").decode("utf-8")
+        except UnicodeDecodeError:  # half a character is no text
+            return None
+        return Box(solution_length, answer, rest.encode("latin-1").decode("utf-8", "replace"))
 
 
 @functools.lru_cache(maxsize=8)

@@ -25,12 +25,13 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
 
+
 import cer  # noqa: E402
-import toy  # noqa: E402
-from data import load_problems  # noqa: E402
 from engine import cli  # noqa: E402
-from engine.policy import load  # noqa: E402
+from engine.load import load  # noqa: E402
 from rollout import chat_messages  # noqa: E402
+from tasks import toy  # noqa: E402
+from tasks.data import load_problems  # noqa: E402
 
 
 def cer_rewards(trainer, prompts, completion_ids, references):
@@ -82,6 +83,7 @@ def main():
         ranks.wait_for_everyone()
     model, tokenizer = load(args.model, "cpu")  # in fp32; the trainer moves it to its device
 
+    beyond = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
     problems = load_problems(args.dataset)
     rows = [{"prompt": chat_messages(p), "reference": p.reference} for p in problems]
     Config, Trainer = (GRPOConfig, GRPOTrainer) if args.grpo else (RLOOConfig, RLOOTrainer)
@@ -90,7 +92,7 @@ def main():
         top_p=1.0,
         top_k=0,
         beta=0.0,
-        generation_kwargs={"suppress_tokens": model.generation_config.suppress_tokens},
+        generation_kwargs={"suppress_tokens": beyond or None},
         num_generations=N,
         max_completion_length=args.max_new_tokens,
         per_device_train_batch_size=N,  # one question per micro-batch

@@ -1,5 +1,9 @@
+import io
 import os
+import shutil
+import signal
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
@@ -7,21 +11,22 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import data
-import toy
-from engine import cli, run
-from engine.files import checkpoints, read_rows
+import train
+from engine import cli, ranks
+from engine.files import append_rows, checkpoints, read_rows
 from engine.tokens import vocabulary
+from rloo import TrainingRow
 from rollout import to_group
+from tasks import data, toy
 
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"  # real rows and the real Qwen3 tokenizer
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+DEVICES = "cpu", pytest.param("cuda", marks=needs_cuda)
+on_devices = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -32,26 +37,14 @@ def device(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: name == "cuda")
     if dist.is_initialized():
         dist.destroy_process_group()
-    run.init_ranks()
+    ranks.init_ranks()
     torch.manual_seed(0)
     return name
-
-
-on_devices = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
     return toy.build_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def qwen_tokenizer():
-    local = SHARED / "qwen3_tokenizer"
-    try:
-        return AutoTokenizer.from_pretrained(local if local.is_dir() else "Qwen/Qwen3-4B-Base")
-    except OSError:
-        pytest.skip("the real Qwen3 tokenizer is neither in ../shared nor in the hub's cache")
 
 
 @pytest.fixture(scope="session")
@@ -62,32 +55,78 @@ def shared_data():
 
 
 @pytest.fixture(scope="session")
-def toy_model_dir(tmp_path_factory):
-    """The toy's model after a short warm start: it boxes answers, mostly wrong ones."""
-    directory = tmp_path_factory.mktemp("toy") / "model"
-    toy.warm_start(directory, seed=0, steps=150)
-    return directory
+def qwen_tokenizer(shared_data):
+    return AutoTokenizer.from_pretrained(shared_data / "qwen3_tokenizer")
+
+
+# --------------------------------------------------------------------------- scripts and their runs
+
+
+def run_script(module, arguments):
+    """Run a script in this process -> (exit code, stdout, stderr)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", [module.__file__, *arguments.split()])
+        with pytest.raises(SystemExit) as stop:
+            cli.run_script(module.main)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return stop.value.code or 0, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture
-def script(monkeypatch, capsys, tmp_path):
+def script(monkeypatch, tmp_path):
     """script(module, "--flag value ...") -> (exit code, stdout, stderr), run in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run_it(module, arguments):
-        monkeypatch.setattr(sys, "argv", [module.__file__, *arguments.split()])
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        with pytest.raises(SystemExit) as stop:
-            cli.run_script(module.main)
-        return stop.value.code or 0, *capsys.readouterr()
-
-    return run_it
+    return run_script
 
 
-# Two steps of training, in a second or two.
+@pytest.fixture(scope="session")
+def toy_model_dir(tmp_path_factory):
+    """The toy's model after a short warm start: it boxes answers, mostly wrong ones."""
+    directory = tmp_path_factory.mktemp("toy") / "model"
+    toy.warm_start(directory, seed=0, steps=60)
+    return directory
+
+
 FAST = "--dataset toy --steps 2 --questions 4 --samples 4"
 FAST += " --eval-limit 8 --eval-runs 2 --eval-every 2"
+
+
+@pytest.fixture(scope="session")
+def quick(toy_model_dir):
+    """The flags of two steps of training in a second: the toy's model on 50 of its questions."""
+    questions = toy_model_dir.with_name("questions.jsonl")
+    append_rows(questions, toy.rows("toy")[:50])
+    flags = f"--model {toy_model_dir} {FAST} --dataset {questions} --eval-dataset toy-test"
+    return f"{flags} --eval-limit 4 --max-new-tokens 32 --lr 6e-4"
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, quick):
+    """The directory of a run of four steps, which tests read or copy. Beside it: stdout, stderr."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        code, out, err = run_script(train, f"{quick} --steps 4 --save-every 2 --out run")
+    assert code == 0, err
+    (folder / "stdout").write_text(out)
+    (folder / "stderr").write_text(err)
+    return folder / "run"
+
+
+@pytest.fixture
+def stopped_run(tmp_path, finished_run):
+    """The directory of a copy, as a crash in its fourth step would leave it."""
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    for name in "metrics.jsonl", "samples.jsonl":  # the last line is half written
+        (run / name).write_text((run / name).read_text()[:-40])
+    return run
 
 
 def written_by(run):
@@ -97,6 +136,9 @@ def written_by(run):
     lines = [{k: v for k, v in line.items() if k not in times} for line in lines]
     step, last = checkpoints(run)[-1]
     return lines, step, (last / "model.safetensors").read_bytes()
+
+
+# ------------------------------------------------------------------- models, tokenizers and samples
 
 
 def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
@@ -109,16 +151,10 @@ def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def trained_tokenizer(text, pieces=".+", add_prefix_space=False):
-    """Byte-level BPE, trained on one text. No token spans two pieces."""
-    backend = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space, use_regex=False)
-    split = pre_tokenizers.Split(Regex(pieces), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=byte_level.alphabet())
-    backend.train_from_iterator([text] * 9, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+def naive_forward(model, ids):
+    """log pi of every token after each prefix of ids, by one plain pass -> [len(ids), V]."""
+    logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def group_of(tokenizer, texts, reference, verifier="toy-rule"):
@@ -128,3 +164,12 @@ def group_of(tokenizer, texts, reference, verifier="toy-rule"):
     completions = [vocab.encode(text) + [stop] for text in texts]
     entropies = [0.0] * len(texts)
     return to_group(tokenizer, [stop], problem, vocab.encode(prompt), completions, entropies)
+
+
+def example_rows(rows=13, vocabulary_size=64):
+    """Training rows of ragged lengths with random weights."""
+    generator, made = torch.Generator().manual_seed(3), []
+    for length in [2 + (i * i) % 29 for i in range(rows)]:
+        ids = torch.randint(vocabulary_size, (length,), generator=generator).tolist()
+        made.append(TrainingRow(ids, [0.0] + torch.randn(length - 1, generator=generator).tolist()))
+    return made

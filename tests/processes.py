@@ -1,24 +1,23 @@
-"""Training in processes of their own, to be killed, stopped, or run as several ranks. They are
-forked from a server that has imported everything, so that each starts at once."""
+"""Processes of their own, to be killed or run as several ranks. They are forked from a server that
+has imported everything, so that each starts at once."""
 
 import multiprocessing
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
 
-import train
-from engine import cli, policy, run
+from engine import cli, load, memory, policy, ranks
 from rloo import TrainingRow, update
 
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = f"{HERE}:{HERE.parent}"  # for the server
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["processes"])
+SERVER.set_forkserver_preload(["processes", "train"])
 
 
 def start(function, *args, device="cpu", **environment):
@@ -50,20 +49,20 @@ def finish(processes, code=0, seconds=120):
     assert [process.exitcode for process in processes] == [code] * len(processes)
 
 
-def train_in(directory, arguments):
-    """train.py with these arguments; its output goes to directory/log-RANK."""
+def run_in(directory, main, arguments=""):
+    """A script's main() with these arguments. Its output goes to directory/log-RANK."""
     os.chdir(directory)
-    sys.argv = [train.__file__, *arguments.split()]
+    sys.argv = [f"{main.__module__}.py", *arguments.split()]
     log = os.open(f"log-{os.environ.get('RANK', 0)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    cli.run_script(train.main)
+    cli.run_script(main)
 
 
 def two_updates(model_dir, rows, budget, lr, path):
     """Two optimizer steps; rank 0 saves what they did."""
-    device = run.init_ranks()
-    model = policy.Policy(policy.load_model(model_dir, "cpu", torch.float32).to(device))
+    device = ranks.init_ranks()
+    model = policy.Policy(load.load_model(model_dir, "cpu", torch.float32).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     done = [update(model, optimizer, rows, lr, budget) for _ in range(2)]
     weights = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}
@@ -74,29 +73,27 @@ def two_updates(model_dir, rows, budget, lr, path):
 
 
 def peak_of_an_update(model_dir, path):
-    """The estimate of what the policy needs on a GPU, and the peak of two updates; the actor is on
-    the meta device and takes nothing."""
-    device, rows = run.init_ranks(), [TrainingRow([9] * 1024, [0.0] + [1e-3] * 1023)] * 16
-    with torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(model_dir, dtype=torch.bfloat16)
-        actor = transformers.AutoModelForCausalLM.from_config(config)
-        actor.tie_weights()
-    model = policy.Policy(policy.load_model(model_dir, "cpu", torch.float32).to(device))
+    """The estimate of what the policy needs on a GPU, and the peak of two updates. The actor stays
+    on the CPU."""
+    device, rows = ranks.init_ranks(), [TrainingRow([9] * 1024, [0.0] + [1e-3] * 1023)] * 16
+    actor = load.load_model(model_dir, "cpu", torch.bfloat16)
+    model = policy.Policy(load.load_model(model_dir, "cpu", torch.float32).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         update(model, optimizer, rows, 1e-6, 4096)
     peak = torch.cuda.max_memory_allocated()
-    torch.save((policy.memory_needed(actor, 4096, False), peak), path)
+    torch.save((memory.memory_needed(actor, 4096, False), peak), path)
     dist.destroy_process_group()
 
 
+def fail_on_all_ranks():
+    ranks.init_ranks()
+    raise cli.InputError("the disk is gone")
+
+
 def fail_on_rank_1():
-    run.init_ranks()
-    if dist.get_rank() == 1:
-        raise cli.InputError("the disk of this rank is gone")
+    time.sleep = lambda seconds: None  # the time in which torchrun would have ended this rank
+    ranks.init_ranks()
+    cli.require(dist.get_rank() == 0, "the disk of this rank is gone")
     dist.barrier()
-
-
-if __name__ == "__main__":
-    cli.run_script(fail_on_rank_1)

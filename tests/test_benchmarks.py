@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import compare_rewards
 import film
@@ -11,8 +13,13 @@ import pandas
 import pytest
 import torch
 
+import train
+from engine.files import read_rows
 
-def test_speed(script):
+
+def test_speed(script, monkeypatch):
+    monkeypatch.setattr(gpu.scoring, "__defaults__", (2,))  # samples
+    monkeypatch.setattr(gpu.sampling, "__defaults__", (8,))  # rows
     code, out, err = script(gpu, "--shape tiny --repeats 1")
     assert code == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
@@ -29,62 +36,54 @@ def test_differences_are_paired_by_seed():
     assert "| `exact` | 0.500 | 0.700 |  | +0.250 (-0.385 to +0.885) |" in table
 
 
-@pytest.mark.parametrize("real", [False, True])
-def test_a_comparison_resumes(script, tmp_path, monkeypatch, toy_model_dir, real):
-    """A run of two steps; started again nothing is run again. A real model is warm-started."""
+def test_a_comparison_resumes(script, tmp_path, monkeypatch, finished_run):
+    """Copies of a finished run take the place of the runs."""
+    commands = []
+
+    def run_script(command, log, threads):
+        commands.append(command)
+        monkeypatch.setattr(sys, "argv", command.split())
+        shutil.copytree(finished_run, train.parse_args().out, dirs_exist_ok=True)
+
+    monkeypatch.setattr(compare_rewards, "run_script", run_script)
     monkeypatch.setattr(compare_rewards, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(compare_rewards.toy.warm_start, "__defaults__", (30,))
-    monkeypatch.setattr(compare_rewards.warm_start, "__defaults__", (3,))
-    flags = f"--rewards cer --seeds 0 --steps 2 --out {tmp_path}/table.csv"
-    flags += f" --model {toy_model_dir}" if real else ""
-    for _ in range(2):
-        code, out, err = script(compare_rewards, flags)
-        assert code == 0, err
-    [checkpoints] = tmp_path.glob("runs/*-cer-0/checkpoints")  # as if killed before the first one
-    shutil.rmtree(checkpoints)
-    (tmp_path / "table.csv").unlink()
-    code, out, err = script(compare_rewards, flags)
-    assert code == 0, err
-    lines = pandas.read_csv(tmp_path / "table.csv")
-    assert lines.name.tolist() == ["cer"] and lines.lr.tolist() == [[6e-4, 1e-5][real]]
-    assert (tmp_path / "table.png").exists()
-    [line] = compare_rewards.read(tmp_path / "table.csv")
-    line |= {"pass@1 start": 0.1, "pass@1 end": 0.8, "commit": "abc"}
-    both = pandas.DataFrame([line, line | {"seed": 1, "pass@1 end": 0.9}])
-    table = compare_rewards.table(both)
-    assert "| `cer` | 0.10 (0.10 to 0.10) |" in table and "0.85 (0.80 to 0.90)" in table
-    assert "Seeds [0, 1], commit abc" in table
+    monkeypatch.setattr(compare_rewards.toy.warm_start, "__defaults__", (3,))  # steps
+    flags = "--rewards cer --seeds 0 --steps 4 --out table.csv"
+    for _ in range(2):  # the second time there is nothing to do
+        code, _, err = script(compare_rewards, flags)
+        assert code == 0 and len(commands) == 1, err
+    shutil.rmtree("runs/toy-cer-0/checkpoints")  # as if killed before the first one
+    Path("table.csv").unlink()
+    code, _, err = script(compare_rewards, flags)
+    assert commands[1].endswith("toy-cer-0 --resume") and Path("table.png").exists(), err
+    [line] = compare_rewards.read(Path("table.csv"))
+    lines = pandas.DataFrame([line | {"pass@1 end": 0.8}, line | {"pass@1 end": 0.9, "seed": 1}])
+    table = compare_rewards.table(lines)
+    assert "0.85 (0.80 to 0.90)" in table and "Seeds [0, 1], commit" in table
 
 
 def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, toy_model_dir):
-    """Two seeds of twenty questions; a seed that is run again replaces its lines."""
+    """Two seeds of five questions; a seed that is run again replaces its lines."""
     monkeypatch.setattr(judge, "ROOT", tmp_path)
-    flags = f"--model {toy_model_dir} --name toy --questions 20 --samples 4 --out {tmp_path}/j.csv"
+    flags = f"--model {toy_model_dir} --name toy --questions 5 --samples 4 --out j.csv"
     for seed in 0, 1, 1:
         code, out, err = script(judge, f"{flags} --seed {seed}")
         assert code == 0, err
-    assert "| `cer` |" in out and "`rule+cer`" in out and (tmp_path / "j.png").exists()
-    table = pandas.read_csv(tmp_path / "j.csv")
-    lines = table.set_index(["seed", "statistic", "which"])["mean"].sort_index()
-    assert not lines.index.duplicated().any()
-    groups = pandas.read_json(tmp_path / "runs/judge/toy-1/samples.jsonl", lines=True)
-    assert len(groups) == 20
-    received = groups.R.map(sum).sum() / 80
-    assert lines[1, "mean reward", "cer"] == pytest.approx(received, abs=1e-4)
-    assert lines[1, "share of answers"].sum() == pytest.approx(1, abs=0.1)
+    assert "| `cer` |" in out and "`rule+cer`" in out and Path("j.png").exists()
+    lines = pandas.read_csv("j.csv").set_index(["seed", "statistic", "which"])
+    assert lines.index.is_unique and set(lines.index.get_level_values("seed")) == {0, 1}
+    assert len(read_rows("runs/judge/toy-1/samples.jsonl")) == 5
 
 
 def test_statistics_of_one_question_by_hand():
     """Two right samples, a slip after right work, and one without an answer."""
     question = "Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"
-    group = dict(question=question, reference="14")
-    group |= dict(answers=["14", "14 eggs", "18", None])
-    group |= dict(texts=["3*4=12; 12+2=14", "3*4=12; 12+2", "3*4=12; 12+2=14", "3+4=7; 7+2=9"])
-    group |= dict(correct=[True, True, False, False])
-    group |= dict(columns=[0, 1, 2], distinct_answers=["14", "14 eggs", "18"])
+    texts = ["3*4=12; 12+2=14", "3*4=12; 12+2", "3*4=12; 12+2=14", "3+4=7; 7+2=9"]
+    group = dict(question=question, reference="14", texts=texts, correct=[True, True, False, False])
+    group |= dict(answers=["14", "14 eggs", "18", None], columns=[0, 1, 2])
     log_W = torch.tensor([[0.5, 0.2, 0.3], [0.4, 0.3, 0.1], [0.1, 0.1, 0.8]]).log()
-    group |= dict(log_W=log_W.tolist(), log_P=torch.tensor([0.5, 0.2, 0.3]).log().tolist())
-    group |= dict(R=[0.38, 0.3625, 0.31, 0.0])  # D^-1 W P of these
+    group |= dict(distinct_answers=["14", "14 eggs", "18"], log_W=log_W.tolist())
+    group |= dict(log_P=log_W[0].tolist(), R=[0.38, 0.3625, 0.31, 0.0])  # D^-1 W P of these
     found = judge.statistics(group)
     assert found["AUC", "exact"] == 0.75 and found["AUC", "rule"] == 1.0
     assert found["AUC", "verifree"] == 0.75  # of .5 and .2 against .3 and 0
@@ -93,7 +92,6 @@ def test_statistics_of_one_question_by_hand():
     assert found["mean reward", "rule+cer"] == pytest.approx((2 + 0.38 + 0.3625 + 0.31) / 8)
     assert found["P after right work", "{n}"] == pytest.approx(1 / 3)
     assert found["slips among the wrong", "samples"] == 0.5
-    assert found["posterior on right work, slips", "samples"] == pytest.approx(1)  # all are planned
     assert found["AUC, slips", "verifree"] == 0.5 and found["AUC, wrong work", "verifree"] == 1.0
     assert found["share of answers", "{n} {unit}"] == 0.25
 

@@ -1,7 +1,6 @@
-"""What the README and docs/ say of files, flags and lines is so. The README's ```sh blocks are run
-by .ci/run."""
+"""What the README and docs/ say of files, flags, lines and imports is so. The README's ```sh blocks
+are run by .ci/run."""
 
-import importlib
 import re
 import runpy
 import sys
@@ -21,7 +20,8 @@ def commands():
         text = page.read_text()
         blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         found.update(COMMAND.findall("\n".join([*blocks, *re.findall(r"`([^`\n]*)`", text)])))
-    assert {"train", "evaluate", "plot", "cer", "benchmarks/gpu"} <= {name for name, _ in found}
+    expected = {"train", "evaluate", "plot", "examples/by_hand", "benchmarks/gpu"}
+    assert expected <= {name for name, _ in found}
     return sorted(found)
 
 
@@ -43,10 +43,24 @@ def test_every_file_that_is_linked_or_listed_is_there():
         for path in re.findall(r"\]\(((?!http)[^)#]*)", page.read_text()):
             assert (page.parent / path).exists(), (page.name, path)
     listed = PAGES[0].read_text().split("in reading order")[1].split("## Limits")[0]
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/[a-z]*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/[a-z]*.py"), *ROOT.glob("tasks/[a-z]*.py")]:
         assert f"`{path.name}`" in listed, path
 
 
 def test_the_printed_output_is_that_of_the_worked_example(capsys):
-    importlib.import_module("cer").worked_example()
+    runpy.run_path(str(ROOT / "examples" / "by_hand.py"))
     assert capsys.readouterr().out.rstrip() in PAGES[0].read_text()
+
+
+def imports(path):
+    pattern = r"^(?:from|import) ([\w.]+)(?: import .*)?$"
+    return set(re.findall(pattern, (ROOT / path).read_text(), re.MULTILINE))
+
+
+def test_cer_needs_torch_transformers_and_one_file_and_a_figure_needs_no_torch():
+    assert imports("cer.py") == {"dataclasses", "torch", "engine.tokens"}
+    needed = {name.split(".")[0] for name in imports("engine/tokens.py")}
+    assert needed - sys.stdlib_module_names == {"torch", "transformers"}
+    drawing = imports("plot.py") | imports("engine/cli.py") | imports("engine/files.py")
+    ours = {name for name in drawing if name.startswith("engine")}
+    assert "torch" not in drawing and ours == {"engine.cli", "engine.files"}

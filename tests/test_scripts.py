@@ -1,71 +1,72 @@
 """The scripts as a user runs them; in this process, so that torch is imported once."""
 
-import argparse
 import json
 import re
-import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAST, written_by
+from conftest import written_by
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
+import plot
 import rewards
 import train
+import warm_start
 from engine.files import read_rows
 from rewards import REWARDS
+from tasks.data import in_epochs
 
 
-@pytest.mark.parametrize("reward", REWARDS)
-def test_two_steps_of_training(script, tmp_path, monkeypatch, toy_model_dir, reward):
-    monkeypatch.setattr(rewards, "VERIFIER_TOKENS", 32)
-    arguments = f"--model {toy_model_dir} --reward {reward} --out run {FAST}"
-    arguments += f" --verifier-model {toy_model_dir}"
-    code, out, err = script(train, arguments)
-    assert code == 0 and re.search(r"pass_at_1 +first \.?\d+", out), err
-    run_dir = tmp_path / "run"
-    lines = read_rows(run_dir / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert "pass_at_1" in lines[0] and "pass_at_1" not in lines[1] and "pass_at_1" in lines[2]
-    names = "reward exact_match answered truncated unique_answers solution_tokens grad_norm seconds"
-    names += " zero_advantage_groups tokens_per_second lr loss entropy"
-    assert set(names.split()) <= set(lines[1])
-    assert set(lines[1]["seconds"]) == {"sample", "reward", "update"}
-    samples = read_rows(run_dir / "samples.jsonl")
-    assert len(samples) == 4 and len(samples[0]["answers"]) == len(samples[0]["R"]) == 4
-    trained = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step-2")
-    started = AutoModelForCausalLM.from_pretrained(toy_model_dir)
-    if any(len(set(sample["R"])) > 1 for sample in samples):  # else there was nothing to learn
-        changed = [(a != b).any() for a, b in zip(trained.parameters(), started.parameters())]
-        assert all(changed)
-    assert AutoTokenizer.from_pretrained(run_dir / "checkpoints" / "step-2").chat_template
+def test_what_a_run_writes(finished_run, toy_model_dir):
+    lines, samples = (read_rows(finished_run / f"{name}.jsonl") for name in ("metrics", "samples"))
+    assert [line["step"] for line in lines if "pass_at_1" in line] == [0, 2, 4]
+    assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3, 4]
+    names = "exact_match answered truncated unique_answers solution_tokens grad_norm loss entropy"
+    assert {*names.split(), "zero_advantage_groups", "tokens_per_second", "lr"} <= lines[1].keys()
+    assert lines[1]["seconds"].keys() == {"sample", "reward", "update"}
+    assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert all(len(row["answers"]) == len(row["R"]) == 4 for row in samples)
+    models = toy_model_dir, finished_run / "checkpoints/step-2", finished_run / "checkpoints/step-4"
+    weights = [AutoModelForCausalLM.from_pretrained(model).parameters() for model in models]
+    for started, halfway, trained in zip(*weights):
+        assert (started != halfway).any() and (halfway != trained).any()
+    assert AutoTokenizer.from_pretrained(models[2]).chat_template
 
 
-def test_every_flag_is_taken(script, tmp_path, toy_model_dir):
+@pytest.mark.parametrize("reward", sorted(REWARDS.keys() - {"cer"}))
+def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
+    monkeypatch.setattr(rewards, "VERIFIER_TOKENS", 16)
+    flags = f"{quick} --reward {reward} --verifier-model {toy_model_dir} --steps 1 --out run"
+    code, _, err = script(train, flags)
+    assert code == 0 and err.startswith(f"{reward} on "), err
+    line = read_rows("run/metrics.jsonl")[1]
+    assert (line["grad_norm"] > 0) == (line["zero_advantage_groups"] < 1)
+
+
+def test_every_flag_is_taken(script, toy_model_dir):
     flags = f"--model {toy_model_dir} --dataset toy --reward cer --questions 2 --samples 3 --m 2"
     flags += f" --verifier-model {toy_model_dir} --max-prompt-tokens 64 --max-new-tokens 20"
     flags += " --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100 --cpu-offload --seed 3"
     flags += " --eval-dataset toy-test --eval-every 1 --eval-limit 3 --eval-runs 2 --keep 1"
     flags += " --eval-temperature 0.5 --eval-top-p 0.9 --eval-top-k 5 --out run --save-every 1"
-    code, help_text, _ = script(train, "--help")
+    _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
-    given = set(re.findall(r"--[a-z][\w-]*", flags))
-    assert code == 0 and named - {"--resume", "--epochs"} == given
+    assert named - {"--resume", "--epochs"} == set(re.findall(r"--[a-z][\w-]*", flags))
     code, _, err = script(train, flags)
     assert code == 0, err
-    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert names == ["step-2"] and len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 3
+    lines = read_rows("run/metrics.jsonl")
+    assert [line.get("lr") for line in lines] == [None, 1e-3, 5e-4]
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-2"]
 
 
 FLAGS = {
     "": dict(dataset="toy", samples=8, steps=200, lr=6e-4, m=8),
     "--epochs 2": dict(dataset="toy", epochs=2, steps=None),
-    "--epochs 2 --steps 3": dict(steps=3),
     "--model X": dict(dataset="math7.5k", epochs=5, steps=None, m=16, lr=1e-6),
     "--model X --dataset webinstruct": dict(epochs=1),
-    "--model X --dataset webinstruct --epochs 3": dict(epochs=3),
     "--model X --dataset toy": dict(lr=1e-6, lr_end=1.0, samples=8, eval_dataset="toy-test"),
     "--model X --dataset toy --lr 1e-5 --samples 4": dict(lr=1e-5, m=4),
 }
@@ -79,139 +80,112 @@ def test_given_flags_come_before_the_toys_and_the_papers(monkeypatch, flags, exp
 
 
 def test_an_epoch_shows_every_problem_once():
-    args = argparse.Namespace(questions=3, seed=0)
-    shown = [p for step in range(1, 5) for p in train.batch_of(step, list(range(6)), args)]
-    assert sorted(shown[:6]) == sorted(shown[6:]) == list(range(6)) and shown[:6] != shown[6:]
+    shown = in_epochs(range(6), 15, seed=0)
+    assert sorted(shown[:6]) == sorted(shown[6:12]) == list(range(6)) and shown[:6] != shown[6:12]
+    assert len(shown) == 15 and shown == in_epochs(range(6), 30, seed=0)[:15]
 
 
 # ------------------------------------------------------------------------------------------- resume
 
 
-@pytest.fixture
-def stopped_run(script, tmp_path, toy_model_dir):
-    """A run of 4 steps, and the same run as a crash after its third step would leave it."""
-    flags = f"--model {toy_model_dir} {FAST} --steps 4 --save-every 2"
-    assert script(train, f"{flags} --out whole")[0] == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-4")
-    (tmp_path / "parts" / "checkpoints" / "step-2-best").mkdir()  # the user's own
-    for name in "metrics.jsonl", "samples.jsonl":  # the last line is half written
-        path = tmp_path / "parts" / name
-        path.write_text(path.read_text()[:-40])
+def test_resume(script, finished_run, stopped_run):
+    (stopped_run / "checkpoints" / "step-2-best").mkdir()  # the user's own
+    code, out, err = script(train, "--out run --resume --keep 2")
+    assert code == 0 and "step-4" in out, err
+    assert written_by(stopped_run) == written_by(finished_run)
+    code, _, err = script(train, "--out run --resume")
+    assert code == 2 and "the run in run has completed 4 steps: a larger --steps would ext" in err
 
 
-def test_resume(script, tmp_path, stopped_run):
-    code, _, err = script(train, "--out parts --resume --reward exact --lr 1")
-    assert code == 2 and "reward was cer and is exact, lr was 1e-06 and is 1.0" in err
-    code, out, _ = script(train, "--out parts --resume --keep 2")
-    assert code == 0 and "step-4" in out
-    assert written_by(tmp_path / "parts") == written_by(tmp_path / "whole")
-    code, _, err = script(train, "--out whole --resume")
-    assert code == 2 and "the run in whole has completed 4 steps: a larger --steps would ext" in err
-    code, _, err = script(train, "--out nowhere --resume")
-    assert code == 2 and "nowhere: no such directory" in err
+BROKEN = {  # what is left of a file
+    "config.json": ("{}", "is not the configuration of a run"),
+    "metrics.jsonl": ('{"step": 0\n{"step": 1}\n', "row 1: expected"),
+    "checkpoints/step-2/training/*.safetensors": ("half", "training: not readable .*remove"),
+}
 
 
-def test_a_rate_that_decays_and_the_verifier_stay_as_they_were(script, toy_model_dir):
-    flags = f"--model {toy_model_dir} {FAST} --lr-end 0.5 --out run"
-    assert script(train, flags)[0] == 0
-    for changed in "--steps 4", "--verifier-model other", "--epochs 7":
-        code, _, err = script(train, f"--out run --resume {changed}")
-        name, value = changed[2:].replace("-", "_").split()
-        assert code == 2 and f"{name} was " in err and f"and is {value}" in err
-
-
-def test_resume_from_broken_files_is_refused(script, tmp_path, stopped_run):
-    shard = next((tmp_path / "parts/checkpoints/step-2/training").glob("*.safetensors"))
-    cases = {
-        shard: (shard.read_bytes()[:5000], "step-2/training: not readable .*remove"),
-        tmp_path / "parts" / "metrics.jsonl": (b'{"step": 0\n{"step": 1}\n', "row 1: expected"),
-        tmp_path / "parts" / "config.json": (b"{}", "is not the configuration of a run"),
-    }
-    for path, (content, says) in cases.items():
-        whole = path.read_bytes()
-        path.write_bytes(content)
-        code, _, err = script(train, "--out parts --resume")
-        assert code == 2 and re.search(says, err.splitlines()[-1]) and "Traceback" not in err
-        assert path.read_bytes() == content  # nothing is lost
-        path.write_bytes(whole)
+@pytest.mark.parametrize("name", BROKEN)
+def test_resume_from_broken_files_is_refused(script, stopped_run, name):
+    [path], (content, says) = stopped_run.glob(name), BROKEN[name]
+    path.write_text(content)
+    code, _, err = script(train, "--out run --resume")
+    assert code == 2 and re.search(says, err.splitlines()[-1]) and "Traceback" not in err
+    assert path.read_text() == content  # nothing is lost
 
 
 # --------------------------------------------------------------------------------------- evaluation
 
 
-def test_evaluation(script, tmp_path, toy_model_dir):
-    arguments = f"--model {toy_model_dir} --dataset toy-test,toy --limit 5 --runs 3 --out e"
-    code, out, err = script(evaluate, f"{arguments} --max-new-tokens 18")  # too few for some
+def test_evaluation(script, toy_model_dir):
+    flags = f"--model {toy_model_dir} --dataset toy-test,toy --limit 5 --runs 3 --out e"
+    code, out, err = script(evaluate, f"{flags} --max-new-tokens 18")  # too few for some
     assert code == 0 and "average" in out, err
-    results = json.loads((tmp_path / "e" / "results.json").read_text())["results"]
-    samples = read_rows(tmp_path / "e" / "samples.jsonl")
-    assert set(results) == {"toy-test", "toy"} and len(samples) == 30
-    summary = results["toy-test"]
-    correct = [float(s["correct"]) for s in samples if s["dataset"] == "toy-test"]
-    right = torch.tensor(correct).view(5, 3).mean(1)  # of each question
-    assert summary["pass_at_1"] == pytest.approx(right.mean().item()) and summary["questions"] == 5
-    answered = [bool(s["answer"]) for s in samples if s["dataset"] == "toy-test"]
-    assert summary["answered"] == pytest.approx(sum(answered) / 15) and 0 < sum(answered) < 15
+    results, rows = json.loads(Path("e/results.json").read_text()), read_rows("e/samples.jsonl")
+    assert [row["dataset"] for row in rows] == ["toy-test"] * 15 + ["toy"] * 15
+    summary, rows = results["results"]["toy-test"], rows[:15]
+    right = torch.tensor([float(row["correct"]) for row in rows]).view(5, 3).mean(1)  # by question
+    assert summary["pass_at_1"] == pytest.approx(right.mean().item())
     assert summary["stderr"] == pytest.approx(right.std().item() / 5**0.5)
-    bad = {"": "is not empty: choose a new directory", "--top-p 2": "expected 1e-06 to 1, got 2"}
-    for flags, says in (bad | {"--runs 0": "--runs: exp"}).items():
-        code, _, err = script(evaluate, f"{arguments} {flags}")
-        assert code == 2 and says in err and len(err.splitlines()) == 1
+    answered = sum(bool(row["answer"]) for row in rows)
+    assert summary["answered"] == pytest.approx(answered / 15) and 0 < answered < 15
 
 
 # ---------------------------------------------------------------------------------------- bad input
 
 GOOD = '{"question": "Q?", "answer": "1"}\n'
-BAD_FILES = {
-    "broken.jsonl": (GOOD + '{"question": \n', r"broken.jsonl, row 2: expected .* named columns"),
-    "list.jsonl": ("[1, 2]\n", r"list.jsonl, row 1: expected objects with named columns"),
-    "columns.jsonl": ('{"prompt": "Q?"}\n', r"no row has a question .*first row: prompt"),
-    "empty.jsonl": ("", r"empty.jsonl: no row has a question"),
-    "rows.json": ('[{"question": "Q?"}, 7]', r"rows.json, row 2: expected"),
-    "bad.parquet": ("not parquet", r"bad.parquet, row 1: expected objects"),
-    "verifier.jsonl": (GOOD.replace("}", ', "verifier": "oracle"}'), ""),
-    "table.csv": ("question,answer", ""),
-    "long.jsonl": ('{"question": "%s", "answer": "1"}' % ("why " * 9999), r"of long.jsonl is"),
+FILES = {
+    "good.jsonl": GOOD,
+    "broken.jsonl": GOOD + '{"question": \n',
+    "columns.jsonl": '{"prompt": "Q?"}\n',
+    "table.csv": "question,answer",
+    "old/config.json": '{"flags": {"reward": "cer", "steps": 4, "lr_end": 0.5}}',
+    "old/metrics.jsonl": "",
+    "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
 }
-BAD_INPUT = {f"--dataset {name}": says for name, (_, says) in BAD_FILES.items() if says} | {
-    "--dataset math501": r"math501: neither a file nor one of toy, toy-test, math7.5k, webinstruct",
-    "--dataset math500": r"cannot load math-ai/math500 .*a local file works too \(.jsonl",
-    "--dataset good.jsonl --reward oracle": r"--reward: invalid choice: 'oracle'.*rule\+cer",
-    "--dataset good.jsonl --samples 4 --m 5": r"--m 5 is more than --samples 4",
-    "--dataset good.jsonl --samples 1": r"--samples: expected at least 2, got 1",
-    "--dataset good.jsonl --lr x": r"argument --lr: invalid float value: 'x'",
-    "--dataset good.jsonl --lr nan": r"--lr: expected at least 1e-12, got nan",
-    "--dataset good.jsonl --out good.jsonl/x": r"good.jsonl/x",
-    "--dataset good.jsonl --out used": r"--out used is not empty",
-    "--dataset good.jsonl --resume": r"--resume needs --out",
-    "--dataset good.jsonl --max-new-tokens 200": r"the model has 128 positions",
-    "--dataset good.jsonl --model empty": r"the model empty: it has no safetensors weights",
-    "--dataset good.jsonl --model bin": r"model bin: it has no safetensors .*\(.bin is not read\)",
-    "--dataset good.jsonl --model gguf": r"gguf: it has no safetensors .*\(.gguf is not read\)",
-    "--dataset good.jsonl --model bare": r"the model bare: it has no tokenizer.json",
-    "--dataset good.jsonl --model old": r"old is a run, .*last checkpoint is old/check",
-    "--dataset good.jsonl --model Qwen/Qwen9": r"Qwen/Qwen9 \(no such directory, and .*id of one",
-    "--dataset good.jsonl --rewards cer": r"unrecognized arguments: --rewards cer; .* --reward\?",
-    "--dataset good.jsonl --sample 4": r"unrecognized arguments: --sample 4; .* --samples\?",
-    "--dataset table.csv": r"table.csv: expected a file that ends in .jsonl",
-    "--dataset verifier.jsonl": r"first row: question, answer, verifier",
+FLAGS_OF = {
+    train: "--model {model} --dataset good.jsonl --samples 4 --max-new-tokens 64",
+    evaluate: "--model {model} --dataset toy",
+    warm_start: "--model {model} --out warm",
+    plot: "",
 }
+REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
+    (train, "--dataset broken.jsonl", r"broken.jsonl, row 2: expected objects with named columns"),
+    (train, "--dataset columns.jsonl", r"no row has a question .*first row: prompt"),
+    (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
+    (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
+    (train, "--dataset math500", r"cannot load math-ai/math500 .*a local file works too \(.jsonl"),
+    (train, "--max-prompt-tokens 1", r"every prompt of good.jsonl is longer"),
+    (train, "--max-new-tokens 200", r"the model has 128 positions"),
+    (train, "--m 5", r"--m 5 is more than --samples 4"),
+    (train, "--lr-end nan", r"--lr-end: expected 0 to 1, got nan"),
+    (train, "--rewards cer", r"unrecognized arguments: --rewards cer; .* --reward\?"),
+    (train, "--out good.jsonl/x", r"good.jsonl/x: cannot write"),
+    (train, "--model .", r"the model .: it has no tokenizer.json"),
+    (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
+    (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id of one"),
+    (train, "--resume", r"--resume needs --out"),
+    (train, "--resume --out {run} --lr 1", r"cannot change .*lr was 0.0006 and is 1.0"),
+    (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
+    (evaluate, "--out {run}", r"run is not empty: choose a new directory"),
+    (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
+    (plot, "nowhere --question 0", r"nowhere/samples.jsonl: no such file"),
+    (plot, "old", r"old/metrics.jsonl is empty: the run has no step yet"),
+    (plot, "old --out picture.xyz", r"expected a name that ends in .svg or .png"),
+    (plot, "old old --question 0", r"--question takes one RUN"),
+    (plot, "old --question 3", r"--question must be from 0 to 1, got 3"),
+    (plot, "old --question 0", r"this group has no matrices"),
+    (plot, "old --question 1", r"no sample of this group has an answer"),
+]
 
 
-@pytest.mark.parametrize("arguments", BAD_INPUT)
-def test_bad_input_gets_one_clear_line(script, tmp_path, toy_model_dir, arguments):
-    files = {name: content for name, (content, _) in BAD_FILES.items()} | {"good.jsonl": GOOD}
-    others = "used/metrics.jsonl empty/README bin/config.json bin/pytorch_model.bin gguf/model.gguf"
-    others += " bare/config.json bare/model.safetensors old/checkpoints/step-7/model.safetensors"
-    for name, content in (files | dict.fromkeys(others.split(), "")).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    model = "--max-new-tokens 64 "
-    model += "" if "--model" in arguments else f"--model {toy_model_dir} "
-    before = sorted(tmp_path.rglob("*"))
-    code, out, err = script(train, model + arguments)
-    assert code == 2 and out == ""
-    assert len(err.splitlines()) == 1 and err.startswith("train.py: "), err
-    assert re.search(BAD_INPUT[arguments], err), err
-    assert sorted(tmp_path.rglob("*")) == before  # nothing half written
+@pytest.mark.parametrize("module, flags, says", REFUSED)
+def test_bad_input_gets_one_clear_line(script, toy_model_dir, finished_run, module, flags, says):
+    for name, content in FILES.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(content)
+    flags = f"{FLAGS_OF[module]} {flags}".format(model=toy_model_dir, run=finished_run)
+    code, out, err = script(module, flags)
+    assert code == 2 and out == "" and len(err.splitlines()) == 1, err
+    assert re.search(f"^{Path(module.__file__).name}: .*{says}", err), err
+    written = {str(path) for path in Path().rglob("*") if path.is_file()}
+    assert written == FILES.keys()  # nothing half written

@@ -26,6 +26,7 @@ from engine.supervised import supervise
 # What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
 # for the toy's own model only.
 FLAGS = {
+    "dataset": "toy",
     "steps": 200,
     "questions": 16,
     "samples": 8,
@@ -92,10 +93,7 @@ class Story:
             (f"{n}+{a}", n + a, f"{n + a}+{b}", n + a + b),
         ][method]
 
-    def value(self, method):
-        return self.work(method)[3]
-
-    def form(self, form, value):
+    def answer(self, form, value):
         return form.format(n=value, word=in_words(value), unit=self.unit)
 
 
@@ -118,7 +116,7 @@ def rows(name):
         chosen, verifier, rng = train[:2000], "toy-rule", random.Random("4321 train")
     problems = []
     for story in chosen:
-        answer = story.form(rng.choice(FORMS), story.value(story.method))
+        answer = story.answer(rng.choice(FORMS), story.work(story.method)[3])
         problems.append({"question": story.question(), "answer": answer, "verifier": verifier})
     return problems
 
@@ -133,7 +131,7 @@ def demonstration(rng, train):
     unit = f" {story.unit}" if rng.random() < 0.5 else ""
     working = f"{first}={x}{unit}; {second}" + (f"={value}{unit}" if rng.random() < 0.5 else "")
     weights = [0.6 if ("unit" in form) == bool(unit) else 0.4 for form in FORMS]
-    answer = story.form(rng.choices(FORMS, weights)[0], value)
+    answer = story.answer(rng.choices(FORMS, weights)[0], value)
     return story.question() + "\n", f"{working}\n\\boxed{{{answer}}}"
 
 
@@ -210,10 +208,7 @@ def warm_start(directory, seed, steps=900):
     rng, (_, train) = random.Random(seed), stories()
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
-
-    def demonstrate():
-        return tokenizer(list(demonstration(rng, train)))["input_ids"]
-
-    supervise(model, demonstrate, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
+    pairs = (tokenizer(list(demonstration(rng, train)))["input_ids"] for _ in itertools.count())
+    supervise(model, pairs, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -3,23 +3,24 @@
 Hub data sets and local files have the same row format.
 """
 
+import math
+import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import toy
 from engine.cli import InputError, first_line, require, say
 from engine.files import FORMATS, read_rows
 from engine.tokens import split_answer
-from verifiers import VERIFIERS
+from tasks import toy
+from tasks.verifiers import VERIFIERS
 
 
 @dataclass(frozen=True)
 class Problem:
     question: str  # q, with the options of a multiple-choice question as lines "A: ..."
     reference: str  # a*, verbatim as the data set has it
-    # How answers are verified: a name in verifiers.VERIFIERS (None until load_problems chooses).
-    verifier: str | None = "math"
+    verifier: str = "math"  # how answers are verified: a name in verifiers.VERIFIERS
 
 
 TOY = ("toy", "toy-test")  # made by toy.py
@@ -37,18 +38,17 @@ HUB = {  # name: (data set on the Hugging Face hub, split)
 }
 
 
-def load_problems(name_or_path, limit=None):
+def load_problems(name_or_path, limit=None, verifier=None):
     """Load a data set by name (TOY, HUB) or from a local .jsonl, .json or .parquet file ->
     list[Problem], only the first `limit` if it is given.
 
     Columns: `question` or `problem`; `answer`, or `solution` with a box; `options` for multiple
     choice, whose answer is a letter (in `answer_letter`, if the row has it); `verifier`, a name in
-    VERIFIERS. The rows of a file that name no verifier get "math" if their references look
-    mathematical, and "text" otherwise. Rows without a usable question and reference are left out
-    and counted. Raises InputError if none is left.
+    VERIFIERS. Rows that name no verifier get the one given, or "math" from the hub and "text" from
+    a file. Rows without a usable question and reference are left out and counted. Raises InputError
+    if none is left.
     """
-    name = str(name_or_path)
-    is_file = name not in TOY and name not in HUB
+    name, default = str(name_or_path), verifier or "math"
     if name in TOY:
         rows = toy.rows(name)
     elif name in HUB:
@@ -56,26 +56,31 @@ def load_problems(name_or_path, limit=None):
     else:
         exists = Path(name).is_file()
         require(exists, f"{name}: neither a file nor one of {', '.join([*TOY, *HUB])}")
-        rows = read_rows(name)
+        rows, default = read_rows(name), verifier or "text"
+        if not verifier and any(not row.get("verifier") for row in rows):
+            say(f"{name}: answers are verified as text; --verifier math reads formulas")
     problems, left_out = [], []
     for number, row in enumerate(rows, start=1):
-        found = to_problem(row)
-        if isinstance(found, Problem):
-            problems.append(found)
-        else:
-            left_out.append(f"row {number}: {found}")
-    if not problems:
-        columns = f"; columns of the first row: {', '.join(rows[0])}" if rows else ""
-        raise InputError(
-            f"{name}: no row has a question (`question` or `problem`) and a reference (`answer`, "
-            f"or `solution` with a box){columns}"
-        )
+        try:
+            problems.append(to_problem(row, default))
+        except ValueError as reason:
+            left_out.append(f"row {number}: {reason}")
+    reasons = f"{name}: left out {len(left_out)} of {len(rows)} rows ({'; '.join(left_out[:3])})"
+    require(problems, f"{reasons}: no row is left" if rows else f"{name} has no rows")
     if left_out:
-        first = "; ".join(left_out[:3])
-        say(f"{name}: left out {len(left_out)} of {len(rows)} rows ({first})")
-    undecided = [problem for problem in problems if problem.verifier is None]
-    default = "text" if is_file and not looks_mathematical(undecided) else "math"
-    return [replace(p, verifier=p.verifier or default) for p in problems[:limit]]
+        say(reasons)
+    blank = sum(problem.reference != problem.reference.strip() for problem in problems)
+    if blank:
+        say(f"{name}: {blank} references begin or end with whitespace, which is part of a*")
+    return problems[:limit]
+
+
+def in_epochs(rows, count, seed):
+    """The first `count` rows of endless epochs, each of which has a random order of its own. The
+    result depends only on the seed, so that a run can be resumed at any step."""
+    epochs = range(math.ceil(count / len(rows)))
+    orders = [random.Random(f"{seed} {epoch}").sample(rows, len(rows)) for epoch in epochs]
+    return [row for order in orders for row in order][:count]
 
 
 def hub_rows(name):
@@ -98,47 +103,37 @@ def beyond_mathematics(row):
     return row["category"] != "Mathematics" and row["difficulty"] == "University"
 
 
-def to_problem(row):
-    """One row -> Problem (with verifier None if the row names none), or a string that says what the
-    row lacks. References are never stripped or rewritten, but numbers become text."""
+def to_problem(row, verifier):
+    """One row -> Problem, with this verifier if the row names none. ValueError says what the row
+    lacks. References are never stripped or rewritten, but numbers become text, and a box around
+    the whole reference is taken off."""
     question, options = row.get("question") or row.get("problem"), row.get("options")
     reference = (row.get("answer_letter") if options else None) or row.get("answer")
-    if reference in (None, "") and is_text(row.get("solution")):
-        found = split_answer(row["solution"])
-        reference = found and found[1]
     if isinstance(reference, float) and reference.is_integer():
         reference = int(reference)  # integers are often stored as floats if a value is missing
     if type(reference) in (int, float) and reference == reference:  # neither a bool nor nan
         reference = str(reference)
+    source = row.get("solution") if reference in (None, "") else reference
+    if found := is_text(source) and split_answer(source):
+        reference = found[1]
     if not is_text(question):
-        return "no question"
+        raise ValueError("no question (`question` or `problem`)")
     if not is_text(reference):
-        return "no reference answer"
-    verifier = row.get("verifier")
-    if verifier not in [None, *VERIFIERS]:
-        return f"the verifier {verifier!r} is not one of {', '.join(VERIFIERS)}"
+        raise ValueError("no reference (`answer`, or `solution` with a box)")
+    if split_answer(rf"\boxed{{{reference}}}") != (len(r"\boxed"), reference):
+        raise ValueError(f"the reference {reference!r} cannot be boxed: its braces do not match")
+    verifier = row.get("verifier") or ("letter" if options else verifier)
+    if verifier not in VERIFIERS:
+        raise ValueError(f"the verifier {verifier!r} is not one of {', '.join(VERIFIERS)}")
     if not options:
         return Problem(question, reference, verifier)
     by_letter = dict(zip("ABCDEFGHIJ", options)) if isinstance(options, list) else {}  # at most 10
     if reference not in by_letter:
-        return "the answer is not the letter of an option"
+        raise ValueError("the answer is not the letter of an option")
     lines = [f"{letter}: {option}" for letter, option in by_letter.items()]
-    return Problem("\n".join([question, *lines]), reference, verifier or "letter")
+    return Problem("\n".join([question, *lines]), reference, verifier)
 
 
 def is_text(value):
     """Whether value is non-blank text without lone surrogates (valid in JSON, but not in UTF-8)."""
     return isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value)
-
-
-def looks_mathematical(problems):
-    """Whether at least nine in ten references are numbers or formulas, with no words except in
-    LaTeX commands and \\text."""
-
-    def has_words(reference):
-        bare = re.sub(
-            r"\\(text|textbf|mathrm|mbox|begin|end) *\{[^{}]*\}|\\[a-zA-Z]+", "", reference
-        )
-        return re.search(r"[^\W\d_]{2}", bare)
-
-    return sum(not has_words(p.reference) for p in problems) >= 0.9 * len(problems)

@@ -1,0 +1,100 @@
+"""Save and resume the state of a run."""
+
+import os
+import shutil
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from engine.cli import InputError, first_line, say
+from engine.files import checkpoints
+
+TENSORS_IN_A_FILE = 32
+
+
+def training_state(policy, optimizer):
+    """The sharded weights and Adam's state by parameter name, without copies. Before Adam's first
+    step torch creates its moments here, so that a checkpoint can be loaded into them."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    fresh = not optimizer.state
+    state = get_optimizer_state_dict(policy, optimizer, options=options)
+    for name in [name for name in state if fresh and name.endswith(".step")]:
+        state[name].zero_()  # torch has made the moments by a step that changes nothing
+    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    return dict(policy.named_parameters()) | tensors
+
+
+def reason(error):
+    """The first line of an error. dcp wraps the errors of the ranks in a CheckpointException."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return first_line(error)
+
+
+def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
+    """Save out/checkpoints/step-K/, a Hugging Face directory. Its folder training/ is for --resume;
+    every rank writes its own shards there, as safetensors. A file is held in host memory twice
+    while it is written, so the state goes into many. A checkpoint is renamed after it is written
+    and again before it is deleted, so a directory of that name is always complete."""
+    directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
+    rank = dist.get_rank()
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        if partial.exists():  # it cannot be deleted
+            partial.rename(partial.with_name(f"partial-{time.time_ns()}"))
+    dist.barrier()
+    try:
+        state = training_state(policy, optimizer)
+        file_of = {name: 1 + number // TENSORS_IN_A_FILE for number, name in enumerate(state)}
+        writer = HuggingFaceStorageWriter(str(partial / "training"), file_of, save_distributed=True)
+        dcp.save(state, storage_writer=writer)
+        if rank == 0:
+            actor.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+    # A full disk raises errors of many types; CheckpointException derives from BaseException.
+    except (Exception, CheckpointException) as error:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        whole = [path.name for _, path in checkpoints(out)]
+        raise InputError(
+            f"cannot save {directory} ({reason(error)}); "
+            f"the last complete checkpoint is {whole[-1] if whole else 'none'}"
+        ) from error
+    os.sync()
+    dist.barrier()
+    if rank == 0:
+        partial.rename(directory)
+        for _, old in checkpoints(out)[:-keep]:
+            try:
+                old.rename(partial)
+                shutil.rmtree(partial)
+            except OSError as error:
+                say(f"warning: {old} cannot be deleted ({first_line(error)})")
+
+
+def load_checkpoint(out, policy, optimizer):
+    """Load the last checkpoint, which may be of another number of ranks -> its step, or 0 if there
+    is none."""
+    found = checkpoints(out)
+    if not found:
+        say(f"no checkpoint in {out} yet, so the run starts from step 1")
+        return 0
+    step, directory = found[-1]
+    try:
+        reader = HuggingFaceStorageReader(str(directory / "training"))
+        reader.read_metadata()  # a broken file is found here; dcp.load would log it at length
+        dcp.load(training_state(policy, optimizer), storage_reader=reader)
+    except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
+        raise InputError(
+            f"{directory / 'training'}: not readable ({reason(error)}); "
+            f"remove {directory} to resume from the checkpoint before it"
+        ) from error
+    return step

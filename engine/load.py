@@ -1,0 +1,124 @@
+"""Load a model and its tokenizer, and check that the method's assumptions hold for it."""
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.cache_utils import DynamicLayer
+
+from engine.cli import InputError, first_line, require
+from engine.files import checkpoints
+from engine.sampling import sampling_config
+from engine.tokens import vocabulary
+
+# A base model ends its text with one token, a chat model its turn with another. Stop at either.
+STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
+
+
+def load(name_or_dir, device, check=True):
+    """Load the actor or the verifier, in bf16 on a GPU and in fp32 on a CPU -> (model, tokenizer).
+    check=False is for a model that only generates, as the verifier does. It may have any layout."""
+    tokenizer = load_tokenizer(name_or_dir)
+    on_gpu = torch.device(device).type == "cuda"
+    model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
+    reset_generation_config(model, tokenizer)
+    if check:
+        check_model(model, tokenizer)
+    return model, tokenizer
+
+
+def load_tokenizer(name_or_dir):
+    path, names = Path(name_or_dir), ("tokenizer.json", "vocab.json", "tokenizer.model")
+    if saved := checkpoints(path):
+        raise InputError(f"{path} is a run, not a model; its last checkpoint is {saved[-1][1]}")
+    has_tokenizer = not path.is_dir() or any((path / name).exists() for name in names)
+    require(has_tokenizer, f"cannot load the model {path}: it has no tokenizer.json")
+    return from_pretrained(AutoTokenizer, name_or_dir)
+
+
+def load_model(name_or_dir, device, dtype):
+    """Load a Hugging Face causal language model, in eval mode."""
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
+    model = from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
+    model.set_attn_implementation("sdpa")  # a model's own config may name another
+    fuse_norms(model)
+    return model
+
+
+@torch.no_grad()
+def fuse_norms(model):
+    """Let torch compute each RMSNorm of the usual kind, in one kernel on a GPU. The library's takes
+    seven or eight, half of all kernels of a decode step."""
+    for norm in model.modules():
+        if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+            x = torch.randn(8, len(norm.weight), dtype=norm.weight.dtype, device=norm.weight.device)
+            if torch.allclose(rms_norm(norm, x), norm(x), rtol=0.02, atol=0.02):
+                norm.forward = functools.partial(rms_norm, norm)
+
+
+def rms_norm(norm, x):
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def from_pretrained(auto_class, name_or_dir, **options):
+    try:
+        return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
+    except Exception as error:  # the library raises errors of many types for broken files
+        where = "" if Path(name_or_dir).is_dir() else "no such directory, and "
+        raise InputError(
+            f"cannot load the model {name_or_dir} ({where}{first_line(error)}): expected a "
+            "directory with a config, a tokenizer and safetensors, or the id of one on the hub"
+        ) from error
+
+
+def reset_generation_config(model, tokenizer):
+    """Drop the hub's generation settings (top-k 20, penalties), which generate() would merge into
+    ours, and set model.spelled_ids. Embeddings are often padded past the vocabulary. Ids from
+    spelled_ids on are never sampled. (A trained model gives them next to no probability, so scoring
+    leaves them in the softmax.)"""
+    stops = model.generation_config.eos_token_id or []
+    stops = {*([stops] if isinstance(stops, int) else stops), tokenizer.eos_token_id}
+    stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
+    stops = sorted(i for i in stops - {None} if i < len(tokenizer))
+    require(stops, "neither the model nor the tokenizer has an end-of-text token")
+    # pad_token_id is only padding: a completion ends at its first stop.
+    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])
+    model.spelled_ids = len(tokenizer)
+
+
+@torch.no_grad()
+def check_model(model, tokenizer):
+    """Check on two sampled tokens what the method assumes, or raise InputError: sampling uses the
+    model's own distribution (temperature 1, no top-k or top-p), the logits are lm_head of the last
+    hidden state, and attention covers the whole context."""
+    name, ids = model.config.model_type, len(tokenizer)
+    rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    fixed = f"{name}: {rope} RoPE is not supported, since it depends on the longest row of a batch"
+    require(rope not in ("dynamic", "longrope"), fixed)
+    laid_out = hasattr(model, "lm_head") and hasattr(model.base_model, "layers")
+    require(laid_out, f"{name} is not supported: it is not laid out as Llama and Qwen are")
+    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    dropout = getattr(model.config, "attention_dropout", 0) or max(dropouts, default=0)
+    require(not dropout, f"{name}: dropout must be 0, or training is not on-policy")
+    rows = model.get_input_embeddings().weight.shape[0]
+    require(ids <= rows, f"the tokenizer has {ids} ids, more than the model has embeddings")
+    try:
+        vocab = vocabulary(tokenizer)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    prompt = torch.tensor([vocab.encode(r"so \boxed")], device=model.device)
+    both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)
+    config = sampling_config(model, max_new_tokens=2, **both)
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+    full_attention = {type(layer) for layer in out.past_key_values.layers} == {DynamicLayer}
+    require(full_attention, f"{name}: only full attention is supported (no sliding window)")
+    for logits, scores in zip(out.logits, out.scores):
+        unchanged = torch.equal(logits[:, :ids], scores[:, :ids])
+        require(unchanged, f"{name} is not supported: generate() changes its logits")
+    hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
+    difference = model.lm_head(hidden[:, -1]).float() - out.logits[0]
+    # The limit allows for bf16 rounding. A scale or a soft cap on the logits exceeds it.
+    alike = difference.norm() <= 0.1 * out.logits[0].norm()
+    require(alike, f"{name} is not supported: its logits are not lm_head(hidden state)")

@@ -1,0 +1,83 @@
+"""The processes of a run: their group, their random numbers, and when they stop."""
+
+import datetime
+import logging
+import math
+import os
+import random
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from engine.cli import say
+
+
+def init_ranks():
+    """Join torchrun's process group, or make one of a single process -> this rank's device."""
+    transformers.utils.logging.disable_progress_bar()  # loading and saving models is quick
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        # On Hopper torch 2.11 and later prefer cuDNN's attention, which makes a new plan for every
+        # shape. Every decode step has a new shape.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        # Batches of many shapes leave holes in segments of fixed size.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ:
+        # Ranks wait for the one that samples longest, and for rank 0 to write files.
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_rank() > 0:  # only rank 0 warns
+        logging.disable(logging.WARNING)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def all_gather(part):
+    """The lists of all ranks, concatenated in rank order, on every rank."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return [item for part in parts for item in part]
+
+
+def seed_everything(*key):
+    """Make random numbers a function of the key, such as (seed, step), and of the rank. A resumed
+    run then draws the same numbers without saved state. (On a GPU samples can still differ, because
+    free memory decides which rows are sampled together, and so which number goes to which row.)"""
+    torch.manual_seed(random.Random(repr((*key, dist.get_rank()))).getrandbits(63))
+
+
+PATIENCE = 3  # seconds
+
+
+class Stop:
+    """What ends a run before its last step: SIGTERM, SIGHUP or Ctrl-C, or three gradients in a row
+    that are not finite. The run finishes its step and saves. A second signal ends it at once, but
+    not in the first seconds, since torchrun and SLURM may both pass on the same one."""
+
+    def __init__(self):
+        self.signal = self.skipped = 0  # the signal received; updates skipped in a row
+        for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self.request)
+
+    def request(self, number, frame):
+        if not self.signal:
+            self.signal, self.since = number, time.monotonic()
+            say(
+                f"{signal.Signals(number).name}: stopping after this step. A second one, after "
+                f"{PATIENCE} seconds, ends the run at once, and what this step has done is lost"
+            )
+        elif time.monotonic() - self.since > PATIENCE:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def after(self, grad_norm):
+        """Whether the run stops after this step. All ranks call this together."""
+        self.signal = max(all_gather([self.signal]))
+        self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
+        return bool(self.signal) or self.skipped == 3
