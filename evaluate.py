@@ -73,10 +73,8 @@ def saved_results(args):
     if not (args.out and path.exists()):
         return {}
     report = json.loads(path.read_text())
-    same = report["args"] == vars(args)
-    cli.require(
-        same, f"--out {args.out} holds an evaluation with other flags: choose a new directory"
-    )
+    other = f"--out {args.out} holds an evaluation with other flags: choose a new directory"
+    cli.require(report["args"] == vars(args), other)
     return report["results"]
 
 

@@ -131,43 +131,46 @@ SHARES = {"pass_at_1", "zero_advantage_groups", "answered", "truncated"}
 
 
 def draw_curves(runs, names, out, window=10):
-    """Draw one panel per metric. Runs with the same name (they differ in the seed) are thin lines,
-    each as far as it got, with their mean. A name begins with its reward, which sets the colour.
-    All metrics except pass@1 are averaged over the last `window` steps."""
+    """Draw one panel per metric. Runs with the same name differ in the seed. A name begins with its
+    reward, which sets the colour; names of the same reward get other dashes. All metrics except
+    pass@1 are averaged over the last `window` steps."""
     tables = [read_metrics(run) for run in runs]
+    rewards = [re.split("[,@]", name)[0] for name in dict.fromkeys(names)]
     panels = [panel for panel in PANELS if any(panel[0] in table for table in tables)]
     height = math.ceil(len(panels) / 4)
     figure = plt.figure(figsize=(13, 2.8 * height), layout="constrained")
     for place, (key, over, title) in enumerate(panels, start=1):
-        axis, dashes = figure.add_subplot(height, 4, place), {}
-        smooth = 1 if key == "pass_at_1" else window
-        for name in dict.fromkeys(names):
-            ours = [table for table, of in zip(tables, names) if of == name and key in table]
-            if not ours:
-                continue
-            reward = re.split("[,@]", name)[0]
-            dashes[reward] = dashes.get(reward, -1) + 1  # runs with other flags have other dashes
-            style = {"color": COLOURS.get(reward, "#56B4E9")}
-            style |= {"linestyle": ["-", "--", ":", "-."][dashes[reward] % 4]}
-            curves = [table[key].dropna().rolling(smooth, min_periods=1).mean() for table in ours]
-            at = [c.index if over == "step" else t.minutes[c.index] for c, t in zip(curves, ours)]
-            mean = pandas.concat(curves, axis=1, join="inner").mean(axis=1)
-            x = pandas.concat([pandas.Series(a, c.index) for a, c in zip(at, curves)], axis=1)
-            marker = "o" if len(mean) == 1 else None
-            axis.plot(x.mean(axis=1)[mean.index], mean, label=name, marker=marker, **style)
-            for x, curve in zip(at, curves if len(curves) > 1 else []):
-                axis.plot(x, curve, linewidth=0.5, alpha=0.5, **style)
-            if len(ours) == 1 and f"{key}_stderr" in ours[0]:
-                band = 1.96 * ours[0][f"{key}_stderr"][mean.index].astype(float)
-                axis.fill_between(at[0], mean - band, mean + band, alpha=0.2, color=style["color"])
-        top = max(line.get_ydata().max() for line in axis.lines)
+        axis, smooth = figure.add_subplot(height, 4, place), 1 if key == "pass_at_1" else window
+        for number, (name, reward) in enumerate(zip(dict.fromkeys(names), rewards)):
+            dashes = ["-", "--", ":", "-."][rewards[:number].count(reward) % 4]
+            style = {"color": COLOURS.get(reward, "#56B4E9"), "linestyle": dashes}
+            seeds = [table for table, of in zip(tables, names) if of == name and key in table]
+            if seeds:
+                draw_seeds(axis, seeds, key, over, smooth, label=name, **style)
+        top = max(numpy.nanmax(line.get_ydata()) for line in axis.lines)
         top = 1 if key in SHARES and top > 0.5 else max(top, 1e-3)
         axis.set(title=title, ylim=(-0.02 * top, 1.04 * top))
         axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
     handles = figure.axes[0].get_legend_handles_labels()
-    columns = max(1, 150 // max(map(len, names)))
-    figure.legend(*handles, loc="outside lower center", ncols=min(6, columns))
+    columns = min(6, max(1, 150 // max(map(len, names))))
+    figure.legend(*handles, loc="outside lower center", ncols=columns)
     save(figure, out)
+
+
+def draw_seeds(axis, tables, key, over, smooth, label, **style):
+    """Draw the mean of the seeds, as far as all of them got, and thin lines for the seeds. A single
+    seed gets a band of 1.96 standard errors instead, if they were logged."""
+    curves = [table[key].dropna().rolling(smooth, min_periods=1).mean() for table in tables]
+    y = pandas.concat(curves, axis=1)  # [steps, seeds]
+    x = pandas.concat([table[over] for table in tables], axis=1).loc[y.index]
+    whole = y.dropna().index
+    x_mean, mean = x.loc[whole].mean(axis=1), y.loc[whole].mean(axis=1)
+    axis.plot(x_mean, mean, label=label, marker="o" if len(mean) == 1 else None, **style)
+    if len(tables) > 1:
+        axis.plot(x.to_numpy(), y.to_numpy(), linewidth=0.5, alpha=0.5, **style)
+    elif f"{key}_stderr" in tables[0]:
+        band = 1.96 * tables[0][f"{key}_stderr"][whole].astype(float)
+        axis.fill_between(x_mean, mean - band, mean + band, alpha=0.2, color=style["color"])
 
 
 def read_log(path):
@@ -180,7 +183,8 @@ def read_metrics(run):
     """metrics.jsonl as a table indexed by step, with the minutes of training up to each step."""
     lines = read_log(run / "metrics.jsonl")
     seconds = [sum(line.get("seconds", {}).values()) for line in lines]
-    return pandas.DataFrame(lines).assign(minutes=numpy.cumsum(seconds) / 60).set_index("step")
+    table = pandas.DataFrame(lines).assign(minutes=numpy.cumsum(seconds) / 60)
+    return table.set_index("step", drop=False)
 
 
 def names_of(runs):

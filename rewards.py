@@ -21,13 +21,11 @@ def conditional_expectation(groups, *, actor, tokenizer, M, **_):
     R, records = [], []
     for group in progress("reward", groups, unit="question"):
         a_star = group.problem.reference
-        R_group, matrices = cer.rewards(
-            actor, tokenizer, group.prompt, group.completions, a_star, M
-        )
+        samples = group.prompt, group.completions
+        R_group, matrices = cer.rewards(actor, tokenizer, *samples, a_star, M)
         R.append(R_group)
-        records.append(
-            {name: x.tolist() if torch.is_tensor(x) else x for name, x in vars(matrices).items()}
-        )
+        found = vars(matrices).items()
+        records.append({name: x.tolist() if torch.is_tensor(x) else x for name, x in found})
     return torch.stack(R), records
 
 
@@ -91,14 +89,11 @@ def by_verdict(groups, verdict):
 def compute_rewards(name, groups, **models):
     """The reward of this name, checked -> R [B, N] and B records."""
     R, records = REWARDS[name](groups, **models)
-    expected = (len(groups), len(groups[0].answers))
-    require(
-        torch.is_tensor(R) and R.shape == expected and R.isfinite().all(),
-        f"the reward {name!r} ({REWARDS[name].__name__}) must return finite numbers R {expected}, "
-        f"one for each question and sample; it returned {R}",
-    )
-    records_needed = f"the reward {name!r} must return a record (a dict) for each of the groups"
-    require([type(record) for record in records] == [dict] * len(groups), records_needed)
+    shape, returns = (len(groups), len(groups[0].answers)), f"the reward {name!r} must return"
+    finite = torch.is_tensor(R) and R.shape == shape and R.isfinite().all()
+    require(finite, f"{returns} finite numbers R {shape}, questions x samples, not {R}")
+    dicts = [type(record) for record in records] == [dict] * len(groups)
+    require(dicts, f"{returns} a record (a dict) for each of the groups, not {records}")
     return R, records
 
 

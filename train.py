@@ -8,20 +8,17 @@ main() is the method. Below it stand the parts of its set-up, and the flags.
 """
 
 import shlex
-from hashlib import sha256
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from engine import cli
-from engine.checkpoints import load_checkpoint, save_checkpoint
+from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.cli import InputError, require
-from engine.files import checkpoints, read_config
-from engine.load import load, load_model, load_tokenizer
+from engine.files import read_config
+from engine.load import load, load_tokenizer
 from engine.log import RunLog, claim
-from engine.memory import check_host, plan_memory
-from engine.policy import Policy, copy_weights
+from engine.policy import copy_weights, make_policy
 from engine.ranks import Stop, all_gather, init_ranks, seed_everything
 from evaluate import evaluate
 from rewards import REWARDS, compute_rewards
@@ -39,10 +36,9 @@ def main():
     require(args.questions >= world, f"--questions must be at least {world}, one per rank")
     out = claim(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
     problems = load_problems(args.dataset, verifier=args.verifier)
-    held_out = []
-    if args.eval_dataset:
-        held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
-    model = args.model or toy_model(out, args)
+    test = (args.eval_dataset, args.eval_limit, args.verifier)
+    held_out = load_problems(*test) if args.eval_dataset else []
+    model = args.model or toy.make_model(out / "warm-start", args)
     problems, longest_row = without_long_prompts(problems, load_tokenizer(model), args)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
@@ -99,11 +95,8 @@ def main():
             break
 
     if stop.skipped == 3:
-        raise InputError(
-            f"the gradient was not finite in steps {step - 2} to {step}, whose updates were "
-            "skipped. To continue from these weights, start a new run with "
-            f"--model {out}/checkpoints/step-{step} --lr LOWER"
-        )
+        weights = f"start a new run with --model {out}/checkpoints/step-{step} --lr LOWER"
+        raise InputError(f"the gradient was not finite in steps {step - 2} to {step}: {weights}")
     dist.destroy_process_group()
     if step < last_step:
         resume = shlex.join(["python", "train.py", "--resume", "--out", str(out)])
@@ -137,35 +130,6 @@ def evaluation(actor, tokenizer, problems, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
-def fingerprint(problems):
-    """What tells whether a resumed run has the same data."""
-    return f"{len(problems)} questions, sha256 {sha256(repr(problems).encode()).hexdigest()[:16]}"
-
-
-def check_resumed(out, problems, last_step):
-    """Refuse to resume a run whose data has changed, or that is complete."""
-    now = fingerprint(problems)
-    before = read_config(out).get("data", now)
-    require(before == now, f"--resume: the data has changed ({before} before, {now} now)")
-    done = max([step for step, _ in checkpoints(out)], default=0)
-    require(
-        done < last_step,
-        f"the run in {out} has completed {done} steps: a larger --steps would extend it. If its "
-        "learning rate has decayed (--lr-end), start a new run with its last checkpoint as --model",
-    )
-    cli.say(f"resuming after step {done}")
-
-
-def toy_model(out, args):
-    """Make the toy's own model in the run's directory, unless the run is resumed -> its path."""
-    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
-    directory = out / "warm-start"
-    if dist.get_rank() == 0 and not args.resume:
-        toy.warm_start(directory, args.seed)
-    dist.barrier()
-    return str(directory)
-
-
 def without_long_prompts(problems, tokenizer, args):
     """Leave out prompts over --max-prompt-tokens -> (problems, tokens of the longest row)."""
     limit, sizes = args.max_prompt_tokens, [len(encode_prompt(tokenizer, p)) for p in problems]
@@ -177,19 +141,6 @@ def without_long_prompts(problems, tokenizer, args):
     if args.reward == "verifree":  # it teaches the reference after the solution
         longest += max(len(tokenizer.encode(problem.reference)) for problem in kept)
     return kept, longest
-
-
-def make_policy(model, actor, longest_row, out, args):
-    """-> the policy, Adam, how many tokens fit in a micro-batch, and lines that say what fits."""
-    tokens, offload, memory = plan_memory(
-        actor, longest_row, args.microbatch_tokens, args.cpu_offload
-    )
-    host = check_host(actor, out, offload, args.keep + 1)
-    policy = Policy(load_model(model, "cpu", "auto"), offload)
-    # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
-    fused = actor.device.type == "cuda"
-    adam = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=fused)
-    return policy, adam, tokens, f"{memory}\n{host}"
 
 
 # -------------------------------------------------------------------------------------------- flags

@@ -6,24 +6,34 @@ full passes), a decode step, sampling in pieces (against one call), and one upda
     python benchmarks/gpu.py --shape tiny      # to check that it runs
 """
 
+import copy
 import json
 import math
-import random
+import shlex
+import statistics
+import sys
+import time
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from measure import SHAPES, measure, prompts_that_end, random_model, where
-from transformers import Qwen3Config
+import transformers
+from measure import commit
 
-from cer import answer_logprobs, closing_tokens, log_finished
+from cer import answer_logprobs, log_finished, spellings
 from engine import cli, load, policy, ranks
-from engine.sampling import generate
-from engine.tokens import pad, vocabulary
+from engine.sampling import Probe, generate
+from engine.tokens import vocabulary
 from rloo import TrainingRow, update
 from tasks import toy
 
-LENGTHS = {"tiny": 12, "small": 256}  # for the other shapes it is 1,000 tokens
+QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728, head_dim=128)
+QWEN3_4B |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=151_936)
+SMALL = dict(hidden_size=256, num_hidden_layers=8, intermediate_size=768, head_dim=64)
+SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=4096)
+TINY = SMALL | dict(hidden_size=64, num_hidden_layers=2, intermediate_size=192, head_dim=16)
+SHAPES = {"tiny": TINY, "small": SMALL, "qwen3-4b": QWEN3_4B}
+LENGTHS = {"tiny": 12, "small": 256, "qwen3-4b": 1000}  # tokens of a context or a completion
 
 
 def main():
@@ -34,112 +44,127 @@ def main():
     device = ranks.init_ranks()
     on_gpu = device.type == "cuda"
     shape = args.shape or ("qwen3-4b" if on_gpu else "small")
-    length, dtype = LENGTHS.get(shape, 1000), torch.bfloat16 if on_gpu else torch.float32
     torch.manual_seed(0)
     tokenizer = toy.build_tokenizer()  # any will do, since the weights are random
-    config = Qwen3Config(eos_token_id=1, **SHAPES[shape])
-    model = random_model(config, dtype, device).eval()
+    same = dict(tie_word_embeddings=True, max_position_embeddings=40_960, eos_token_id=1)
+    config = transformers.Qwen3Config(**SHAPES[shape], **same)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    load.fuse_norms(model)
     load.reset_generation_config(model, tokenizer)
-    origin = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), **where()}
-    parts = scoring, decoding, sampling, updating
-    for part in parts:
-        for line in part(model, tokenizer, length, args.repeats):
-            print(json.dumps({"part": part.__name__, **line, **origin}), flush=True)
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    origin = {
+        "shape": shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "hardware": torch.cuda.get_device_name() if on_gpu else cpu,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    with mock.patch("engine.sampling.Probe", Ends):
+        for part in scoring, decoding, sampling, updating:
+            for line in part(model, tokenizer, LENGTHS[shape], args.repeats):
+                print(json.dumps({"part": part.__name__} | line | origin), flush=True)
     dist.destroy_process_group()
+
+
+def measure(repeats, function, *inputs):
+    """-> (result, {median seconds, peak GPU memory in GiB beyond what was held before})."""
+    seconds, on_gpu, held = [], torch.cuda.is_available(), torch.cuda.memory_allocated()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = function(*inputs)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**30  # 0 on a CPU
+    return result, {"seconds": statistics.median(seconds), "peak_gib": peak}
 
 
 def scoring(model, tokenizer, length, repeats, N=16):
     """Time answer_logprobs against N (U + 1) full passes. Neither needs padding here."""
-    rng, vocab = random.Random(0), vocabulary(tokenizer)
-    spelled, boxed = [i for i, b in enumerate(vocab.bytes) if b.isalnum()], vocab.encode(" \\boxed")
     for context in length // 2, length, 2 * length:
-        contexts = [rng.choices(spelled, k=context - len(boxed)) + boxed for _ in range(N)]
+        contexts = torch.randint(2, len(tokenizer), (N, context)).tolist()
         for U in 1, 4, 10, 16:
             answers = [rf"\frac{{{10 + i}}}{{7}}" for i in range(U + 1)]
             inputs = model, tokenizer, contexts, answers
             answer_logprobs(*inputs)  # warm-up
-            scores, ours, peak = measure(lambda: answer_logprobs(*inputs), repeats)  # noqa: B023
-            naive_scores, naive, naive_peak = measure(lambda: full_passes(*inputs))  # noqa: B023
-            difference = (scores - naive_scores).abs().max().item()
-            yield {
-                "N": N,
-                "U": U,
-                "context": context,
-                "seconds": ours,
-                "full_passes_seconds": naive,
-                "ratio": naive / ours,
-                "largest_difference": difference,
-                "peak_gib": peak,
-                "full_passes_peak_gib": naive_peak,
-            }
+            scores, ours = measure(repeats, answer_logprobs, *inputs)
+            naive_scores, naive = measure(1, full_passes, *inputs)
+            line = {"N": N, "U": U, "context": context} | ours
+            line["full_passes_seconds"] = naive["seconds"]
+            line["ratio"] = naive["seconds"] / ours["seconds"]
+            line["largest_difference"] = (scores - naive_scores).abs().max().item()
+            yield line
 
 
 @torch.no_grad()
 def full_passes(model, tokenizer, contexts, answers):
     """The same probabilities from one forward pass per answer over all contexts (of equal length),
     with logits at the answer's positions only."""
-    vocab, scores = vocabulary(tokenizer), []
+    scores = []
     for answer in answers:
-        path = vocab.encode("{" + answer)
-        ids = pad([context + path for context in contexts]).to(model.device)
+        [(tokens, closers)] = spellings(vocabulary(tokenizer), answer)  # the toy's has one
+        ids = torch.tensor([context + tokens for context in contexts], device=model.device)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        states = hidden[:, -len(path) - 1 :]
-        scores.append(log_finished(model.lm_head, states, path, closing_tokens(vocab, path)))
+        states = hidden[:, -len(tokens) - 1 :]
+        scores.append(log_finished(model.lm_head, states, tokens, closers))
     return torch.stack(scores)
+
+
+class Ends(Probe):
+    """Ends a row when it has as many tokens as the id of its first token says, and not before."""
+
+    def __call__(self, ids, logits):
+        logits = super().__call__(ids, logits)
+        start = (ids > 0).int().argmax(1, keepdim=True)  # rows are padded with 0 on the left
+        ends = ids.shape[1] - start + 1 >= ids.gather(1, start)  # [rows, 1]
+        logits[:, 1:2] = torch.where(ends, 1e9, -torch.inf)  # 1 is the stop token
+        return logits
 
 
 def decoding(model, tokenizer, length, repeats, steps=16):
     """Time a decode step: the time of 17 tokens minus that of 1, divided by 16."""
-    never = {"suppress_tokens": model.generation_config.eos_token_id}
     for rows in 32, 128, 256:
-        prompts = [[9] * length for _ in range(rows)]
-
-        def seconds(tokens, prompts=prompts):
-            sampled = lambda: generate(model, prompts, tokens, piece=tokens)  # noqa: E731
-            return measure(sampled, repeats)[1:]
-
-        with mock.patch.multiple(model.generation_config, **never):
-            (first, _), (whole, peak) = seconds(1), seconds(1 + steps)
-        yield {"rows": rows, "tokens": length, "seconds": (whole - first) / steps, "peak_gib": peak}
+        prompts = [[2 * length + steps] + [9] * (length - 1)] * rows  # none ends within 17 tokens
+        _, first = measure(repeats, generate, model, prompts, 1)
+        _, whole = measure(repeats, generate, model, prompts, 1 + steps)
+        step = (whole["seconds"] - first["seconds"]) / steps
+        yield {"rows": rows, "tokens": length} | whole | {"seconds": step}
 
 
-def sampling(model, tokenizer, length, repeats, rows=64):
+def sampling(model, tokenizer, length, repeats, rows=64, prompt=16):
     """Time 64 rows of log-normal lengths, cut at four times the mean, in pieces and in one call."""
-    rng, longest, sigma = random.Random(0), 4 * length, 0.7
-    mu = math.log(length) - sigma**2 / 2  # so that the mean is the length
-    lengths = [min(longest, max(1, round(rng.lognormvariate(mu, sigma)))) for _ in range(rows)]
-    with prompts_that_end(lengths) as prompts:
-        for name, piece in ("in pieces", longest // 8), ("one call", longest):
-            sampled = lambda: generate(model, prompts, longest, piece=piece)  # noqa: B023, E731
-            _, seconds, peak = measure(sampled)
-            rate = {"tokens_per_second": sum(lengths) / seconds}
-            yield {"rows": rows, "how": name, "seconds": seconds, **rate, "peak_gib": peak}
+    longest, mu = 4 * length, math.log(length) - 0.7**2 / 2  # so that the mean is the length
+    lengths = torch.empty(rows).log_normal_(mu, 0.7).clamp(1, longest).long().tolist()
+    prompts = [[prompt + length] + [9] * (prompt - 1) for length in lengths]
+    for how, piece in ("in pieces", longest // 8), ("one call", longest):
+        _, taken = measure(1, generate, model, prompts, longest, piece)
+        rate = sum(lengths) / taken["seconds"]
+        yield {"rows": rows, "how": how} | taken | {"tokens_per_second": rate}
 
 
 def updating(model, tokenizer, length, repeats, rows=16):
     """Time one optimizer step of the sharded fp32 policy, also as a share of the rate of a large
     matrix product. What the backward pass recomputes is not counted."""
-    tokens, config = round(1.15 * length), model.config
-    trained = policy.Policy(random_model(config, torch.float32, model.device))
+    tokens, config, on_gpu = round(1.15 * length), model.config, model.device.type == "cuda"
+    trained = policy.Policy(copy.deepcopy(model))
     batch = [TrainingRow([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=model.device.type == "cuda")
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=on_gpu)
     update(trained, optimizer, batch[:1], 1e-6, 16384)  # warm-up
-    _, seconds, peak = measure(lambda: update(trained, optimizer, batch, 1e-6, 16384), repeats)
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    matrices -= 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    _, taken = measure(repeats, update, trained, optimizer, batch, 1e-6, 16384)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)  # lm_head is the embedding
     heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    flops = 3 * rows * (2 * matrices * tokens + 2 * heads * tokens**2)
-    size = 8192 if model.device.type == "cuda" else 1024
+    rate = 3 * rows * (2 * matrices * tokens + 2 * heads * tokens**2) / taken["seconds"]
+    size = 8192 if on_gpu else 1024
     square = torch.randn(size, size, device=model.device, dtype=model.dtype)
-    rate = 10 * 2 * size**3 / measure(lambda: [square @ square for _ in range(10)], repeats)[1]
-    yield {
-        "rows": rows,
-        "tokens": tokens,
-        "seconds": seconds,
-        "peak_gib": peak,
-        "tflops_per_second": flops / seconds / 1e12,
-        "share_of_matrix_rate": flops / seconds / rate,
-    }
+    matrix_rate = 2 * size**3 / measure(10 * repeats, torch.mm, square, square)[1]["seconds"]
+    shares = {"tflops_per_second": rate / 1e12, "share_of_matrix_rate": rate / matrix_rate}
+    yield {"rows": rows, "tokens": tokens} | taken | shares
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,26 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from engine.cli import InputError, first_line, say
-from engine.files import checkpoints
+from engine.cli import InputError, first_line, require, say
+from engine.files import checkpoints, read_config
 
 TENSORS_IN_A_FILE = 32
+
+
+def fingerprint(problems):
+    """What tells whether a resumed run has the same data."""
+    return f"{len(problems)} questions, sha256 {sha256(repr(problems).encode()).hexdigest()[:16]}"
+
+
+def check_resumed(out, problems, last_step):
+    """Refuse to resume a run whose data has changed, or that is complete."""
+    now = fingerprint(problems)
+    before = read_config(out).get("data", now)
+    require(before == now, f"--resume: the data has changed ({before} before, {now} now)")
+    done = max([step for step, _ in checkpoints(out)], default=0)
+    complete = f"the run in {out} has completed {done} steps: a larger --steps would extend it"
+    require(done < last_step, complete)
+    say(f"resuming after step {done}")
 
 
 def training_state(policy, optimizer):
@@ -63,11 +80,9 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     except (Exception, CheckpointException) as error:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        whole = [path.name for _, path in checkpoints(out)]
-        raise InputError(
-            f"cannot save {directory} ({reason(error)}); "
-            f"the last complete checkpoint is {whole[-1] if whole else 'none'}"
-        ) from error
+        last = ["none", *(path.name for _, path in checkpoints(out))][-1]
+        problem = f"cannot save {directory} ({reason(error)})"
+        raise InputError(f"{problem}; the last complete checkpoint is {last}") from error
     os.sync()
     dist.barrier()
     if rank == 0:
@@ -93,8 +108,8 @@ def load_checkpoint(out, policy, optimizer):
         reader.read_metadata()  # a broken file is found here; dcp.load would log it at length
         dcp.load(training_state(policy, optimizer), storage_reader=reader)
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
+        advice = f"remove {directory} to resume from the checkpoint before it"
         raise InputError(
-            f"{directory / 'training'}: not readable ({reason(error)}); "
-            f"remove {directory} to resume from the checkpoint before it"
+            f"{directory}/training: not readable ({reason(error)}); {advice}"
         ) from error
     return step

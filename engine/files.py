@@ -33,10 +33,9 @@ def read_rows(path, log=False):
         for row in source:
             rows.append(dict(row))
     except (ValueError, TypeError, OSError, RecursionError) as error:
-        raise InputError(
-            f"{path}, row {len(rows) + 1}: expected objects with named columns, in a .jsonl, .json "
-            f"or .parquet file ({first_line(error)})"
-        ) from error
+        where = f"{path}, row {len(rows) + 1}"
+        problem = f"{where}: expected objects with named columns ({first_line(error)})"
+        raise InputError(problem) from error
     return rows
 
 
@@ -81,9 +80,8 @@ def read_config(run):
         config = json.loads(path.read_text())
         return config | {"flags": dict(config["flags"])}
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(
-            f"{path} is not the configuration of a run ({first_line(error)})"
-        ) from error
+        problem = f"{path} is not the configuration of a run ({first_line(error)})"
+        raise InputError(problem) from error
 
 
 def checkpoints(run):

@@ -30,10 +30,10 @@ def load(name_or_dir, device, check=True):
 
 
 def load_tokenizer(name_or_dir):
-    path, names = Path(name_or_dir), ("tokenizer.json", "vocab.json", "tokenizer.model")
+    path = Path(name_or_dir)
     if saved := checkpoints(path):
         raise InputError(f"{path} is a run, not a model; its last checkpoint is {saved[-1][1]}")
-    has_tokenizer = not path.is_dir() or any((path / name).exists() for name in names)
+    has_tokenizer = not path.is_dir() or (path / "tokenizer.json").exists()
     require(has_tokenizer, f"cannot load the model {path}: it has no tokenizer.json")
     return from_pretrained(AutoTokenizer, name_or_dir)
 
@@ -67,10 +67,9 @@ def from_pretrained(auto_class, name_or_dir, **options):
         return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
     except Exception as error:  # the library raises errors of many types for broken files
         where = "" if Path(name_or_dir).is_dir() else "no such directory, and "
-        raise InputError(
-            f"cannot load the model {name_or_dir} ({where}{first_line(error)}): expected a "
-            "directory with a config, a tokenizer and safetensors, or the id of one on the hub"
-        ) from error
+        expected = "expected a directory with safetensors, or a model's id on the hub"
+        problem = f"cannot load the model {name_or_dir} ({where}{first_line(error)}): {expected}"
+        raise InputError(problem) from error
 
 
 def reset_generation_config(model, tokenizer):

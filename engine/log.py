@@ -23,9 +23,8 @@ TINY = 1e-6  # rewards below this teach next to nothing
 def claim(out, name, resume=False):
     """Lock --out, or runs/TIME-NAME-PID, against other processes -> its path, the same on all
     ranks. Unless a run is resumed it must hold no files."""
-    out = Path(
-        all_gather([out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"])[0]
-    )
+    default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
+    out = Path(all_gather([out or default])[0])
     if is_rank_0():
         files = [path.name for path in out.glob("*") if path.is_file()]
         used = set(files) - {"lock"} and not resume
@@ -89,9 +88,8 @@ SHORT_NAMES = {
 
 def one_line(numbers):
     """The metrics in SHORT_NAMES as text, in three significant digits."""
-    return "  ".join(
-        f"{short} {brief(numbers[name])}" for name, short in SHORT_NAMES.items() if name in numbers
-    )
+    shown = [(short, numbers[name]) for name, short in SHORT_NAMES.items() if name in numbers]
+    return "  ".join(f"{short} {brief(number)}" for short, number in shown)
 
 
 def brief(x):
@@ -111,10 +109,10 @@ def warning(numbers, boxed):
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "in every group all samples received the same reward, so this step had no gradient"
     if numbers["tiny_reward_groups"] > 0.5:
-        return (
-            f"in most groups no reward exceeds {TINY:g}, since the model almost never gives the "
-            "reference: keep references short, strip remarks, or demonstrate their form"
+        rare = (
+            f"in most groups no reward exceeds {TINY:g}: the model almost never gives the reference"
         )
+        return f"{rare}. Keep references short, strip remarks, or demonstrate their form"
 
 
 def say_hours(actor, operations, tokens, what):
@@ -123,10 +121,7 @@ def say_hours(actor, operations, tokens, what):
     parameters = sum(p.numel() for p in actor.parameters())
     hours = operations * parameters * tokens / (os.cpu_count() * 5e10) / 3600
     if actor.device.type == "cpu" and hours > 0.2:
-        say(
-            f"On this CPU {what} of up to {tokens:,} tokens takes up to about {hours:.1f} hours. "
-            "Use a GPU, a smaller model, or fewer questions, samples or tokens"
-        )
+        say(f"On this CPU {what} of up to {tokens:,} tokens takes up to about {hours:.1f} hours")
 
 
 # ------------------------------------------------------------------------------------------ the log
@@ -160,10 +155,10 @@ class RunLog:
         verifiers = ", ".join(sorted({problem.verifier for problem in problems}))
         steps = f"{self.last_step:,} step{'s' if self.last_step > 1 else ''}"
         model, ranks = args.model or "the toy model", dist.get_world_size()
+        batch = f"{args.questions} questions x {args.samples} samples"
         say(
             f"{args.reward} on {args.dataset}: {len(problems):,} questions, verifier {verifiers}; "
-            f"{steps} of {args.questions} questions x {args.samples} samples, "
-            f"up to {args.max_new_tokens:,} tokens each; learning rate {args.lr:g}"
+            f"{steps} of {batch}, up to {args.max_new_tokens:,} tokens; learning rate {args.lr:g}"
         )
         say(f"{model}: {parameters:,} parameters, {ranks} x {actor.device.type}")
         say(f"{memory}\nfiles: {self.out}")

@@ -37,27 +37,22 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     for offload in ways:
         fits = bisect.bisect(range(most + 1), free, key=lambda t: needed(t, offload)) - 1  # noqa: B023
         if fits >= least:
-            moved = "policy and Adam in CPU memory" if offload else ""
-            moved += ", since they do not fit on the GPU" if offload > cpu_offload else ""
-            moved += "; " if offload else ""
-            line = (
-                f"memory: {moved}{fits:,} tokens in a micro-batch, about "
-                f"{needed(fits, offload) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
-            )
+            why = ", since they do not fit on the GPU" if offload > cpu_offload else ""
+            moved = f"policy and Adam in CPU memory{why}; " if offload else ""
+            share = f"{needed(fits, offload) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
+            line = f"memory: {moved}{fits:,} tokens in a micro-batch, about {share}"
             return fits, offload, line
 
-    advice = ["shorter rows", "a smaller model"]
-    if microbatch_tokens and min(needed(longest_row, offload) for offload in ways) <= free:
-        advice = [f"--microbatch-tokens {longest_row}"]
-    if enough := [
-        k for k in (2, 4, 8, 16, 32, 64) if k > ranks and needed(least, False, k) <= free
-    ]:
-        advice.insert(0, f"{enough[0]} GPUs (torchrun)")
-    smallest = min(needed(least, offload) for offload in ways)
+    def smallest(tokens):
+        return min(needed(tokens, offload) for offload in ways)
+
+    more = [k for k in (2, 4, 8, 16, 32, 64) if k > ranks and needed(least, False, k) <= free]
+    advice = [f"{k} GPUs (torchrun)" for k in more[:1]]
+    shorter = microbatch_tokens and smallest(longest_row) <= free
+    advice += [f"--microbatch-tokens {longest_row}" if shorter else "shorter rows"]
     raise InputError(
-        f"training with {least} tokens in a micro-batch needs about {smallest / 1e9:.3g} GB per "
-        f"{'GPU' if on_gpu else 'rank'} beside the actor, and {free / 1e9:.3g} GB are free: use "
-        + " or ".join(advice)
+        f"{least} tokens in a micro-batch need about {smallest(least) / 1e9:.3g} GB per GPU beside "
+        f"the actor, and {free / 1e9:.3g} GB are free: use {' or '.join(advice)} or a smaller model"
     )
 
 
@@ -89,12 +84,8 @@ def check_host(actor, out, cpu_offload, checkpoints):
     GB, ranks_here = 1e9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = checkpoints * (12 + actor.dtype.itemsize) * parameters / GB
     disk = shutil.disk_usage(out).free / GB
-    require(
-        wanted < disk,
-        f"--out {out}: {checkpoints} checkpoints take {wanted:.3g} GB, and {disk:.3g} GB of the "
-        "disk are free: use a smaller --keep or a larger --save-every",
-    )
-    line = f"disk: {wanted:.3g} of {disk:.3g} GB for at most {checkpoints} checkpoints"
+    line = f"{checkpoints} checkpoints take {wanted:.3g} of the {disk:.3g} GB of free disk"
+    require(wanted < disk, f"--out {out}: {line}: use a smaller --keep or a larger --save-every")
     if not torch.cuda.is_available():
         return line  # plan_memory has looked at the host's memory
     # Every rank loads the weights, in bf16, before they are sharded. Pinned memory comes in powers
@@ -107,7 +98,7 @@ def check_host(actor, out, cpu_offload, checkpoints):
     free = int(available.split()[1]) * 1024 / GB
     short = f"the host needs about {needed:.3g} GB of memory, and {free:.3g} GB are free"
     require(needed < free, short)
-    return f"host memory: about {needed:.3g} of {free:.3g} GB; {line}"
+    return f"host memory: about {needed:.3g} of {free:.3g} GB are needed; {line}"
 
 
 def free_memory():

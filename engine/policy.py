@@ -14,7 +14,21 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from engine.load import load_model
+from engine.memory import check_host, plan_memory
 from engine.tokens import LOGITS_AT_ONCE
+
+
+def make_policy(model, actor, longest_row, out, args):
+    """-> the policy, Adam, how many tokens fit in a micro-batch, and lines that say what fits."""
+    wanted = args.microbatch_tokens, args.cpu_offload
+    microbatch_tokens, offload, memory = plan_memory(actor, longest_row, *wanted)
+    host = check_host(actor, out, offload, args.keep + 1)
+    policy = Policy(load_model(model, "cpu", "auto"), offload)
+    # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
+    fused = actor.device.type == "cuda"
+    adam = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=fused)
+    return policy, adam, microbatch_tokens, f"{memory}\n{host}"
 
 
 class Policy(torch.nn.Module):

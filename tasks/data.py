@@ -90,10 +90,9 @@ def hub_rows(name):
     try:
         rows = datasets.load_dataset(path, split=split)
     except Exception as error:  # the library raises errors of many types
-        raise InputError(
-            f"cannot load {path} from the Hugging Face hub ({first_line(error)}); "
-            f"a local file works too ({', '.join(FORMATS)}): --dataset FILE"
-        ) from error
+        problem = f"cannot load {path} from the Hugging Face hub ({first_line(error)})"
+        local = f"a local file works too ({', '.join(FORMATS)}): --dataset FILE"
+        raise InputError(f"{problem}; {local}") from error
     return [row for row in rows if name != "webinstruct" or beyond_mathematics(row)]
 
 

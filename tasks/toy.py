@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -200,6 +201,15 @@ def build_model(tokenizer):
         bos_token_id=None,
     )
     return Qwen3ForCausalLM(config)
+
+
+def make_model(directory, args):
+    """Make the toy's own model for a run, unless the run is resumed -> the directory."""
+    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
+    if dist.get_rank() == 0 and not args.resume:
+        warm_start(directory, args.seed)
+    dist.barrier()
+    return str(directory)
 
 
 def warm_start(directory, seed, steps=900):

@@ -94,8 +94,7 @@ def verdict(problem, answer):
     except Undecided as reason:
         return str(reason)
     except Exception as error:  # a verifier of the user's own
-        raise InputError(
-            f"the verifier {problem.verifier!r} fails on the answer {answer!r} to the question "
-            f"{problem.question[:80]!r}: {first_line(error)}"
-        ) from error
+        where = f"the answer {answer!r} to the question {problem.question[:80]!r}"
+        failed = f"the verifier {problem.verifier!r} fails on {where}: {first_line(error)}"
+        raise InputError(failed) from error
     return "right" if right else "wrong"

@@ -19,7 +19,7 @@ from engine.files import read_rows
 
 def test_speed(script, monkeypatch):
     monkeypatch.setattr(gpu.scoring, "__defaults__", (2,))  # samples
-    monkeypatch.setattr(gpu.sampling, "__defaults__", (8,))  # rows
+    monkeypatch.setattr(gpu.sampling, "__defaults__", (8, 16))  # rows, prompt
     code, out, err = script(gpu, "--shape tiny --repeats 1")
     assert code == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
@@ -33,14 +33,16 @@ def test_differences_are_paired_by_seed():
     ends = [("cer", 0, 0.8), ("cer", 1, 0.9), ("cer", 2, 0.1), ("exact", 1, 0.7), ("exact", 0, 0.5)]
     lines = pandas.DataFrame(ends, columns=["name", "seed", "pass@1 end"])
     table = compare_rewards.by_seed(lines, "pass@1 end")
-    assert "| `exact` | 0.500 | 0.700 |  | +0.250 (-0.385 to +0.885) |" in table
+    assert "| `exact` | 0.500 | 0.700 |  |" in table
+    table = compare_rewards.differences(lines, ["pass@1 end"])
+    assert "| `cer - exact` | +0.250 (-0.385 to +0.885), 2 seeds |" in table
 
 
 def test_a_comparison_resumes(script, tmp_path, monkeypatch, finished_run):
     """Copies of a finished run take the place of the runs."""
     commands = []
 
-    def run_script(command, log, threads):
+    def run_script(command, out):
         commands.append(command)
         monkeypatch.setattr(sys, "argv", command.split())
         shutil.copytree(finished_run, train.parse_args().out, dirs_exist_ok=True)
@@ -48,6 +50,7 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, finished_run):
     monkeypatch.setattr(compare_rewards, "run_script", run_script)
     monkeypatch.setattr(compare_rewards, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(compare_rewards.toy.warm_start, "__defaults__", (3,))  # steps
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the script sets
     flags = "--rewards cer --seeds 0 --steps 4 --out table.csv"
     for _ in range(2):  # the second time there is nothing to do
         code, _, err = script(compare_rewards, flags)
@@ -58,20 +61,20 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, finished_run):
     assert commands[1].endswith("toy-cer-0 --resume") and Path("table.png").exists(), err
     [line] = compare_rewards.read(Path("table.csv"))
     lines = pandas.DataFrame([line | {"pass@1 end": 0.8}, line | {"pass@1 end": 0.9, "seed": 1}])
-    table = compare_rewards.table(lines)
+    table = compare_rewards.report(lines)
     assert "0.85 (0.80 to 0.90)" in table and "Seeds [0, 1], commit" in table
 
 
 def test_how_well_rewards_tell_right_from_wrong(script, tmp_path, monkeypatch, toy_model_dir):
-    """Two seeds of five questions; a seed that is run again replaces its lines."""
+    """Five questions; a model that is measured again replaces its lines."""
     monkeypatch.setattr(judge, "ROOT", tmp_path)
     flags = f"--model {toy_model_dir} --name toy --questions 5 --samples 4 --out j.csv"
-    for seed in 0, 1, 1:
+    for seed in 0, 1:
         code, out, err = script(judge, f"{flags} --seed {seed}")
         assert code == 0, err
-    assert "| `cer` |" in out and "`rule+cer`" in out and Path("j.png").exists()
-    lines = pandas.read_csv("j.csv").set_index(["seed", "statistic", "which"])
-    assert lines.index.is_unique and set(lines.index.get_level_values("seed")) == {0, 1}
+    assert "| `rule+cer` | " in Path("j.md").read_text() and Path("j.png").exists()
+    lines = pandas.read_csv("j.csv").set_index(["statistic", "which"])
+    assert lines.index.is_unique and set(lines.seed) == {1}
     assert len(read_rows("runs/judge/toy-1/samples.jsonl")) == 5
 
 

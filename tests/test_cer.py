@@ -9,7 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from conftest import group_of, naive_forward, on_devices, tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedTokenizerFast
 
 import cer
 from cer import answer_logprobs, choose_solutions, exact_cer, rewards
@@ -21,23 +23,26 @@ from engine.tokens import pad, vocabulary
 
 @torch.no_grad()
 def naive_logprobs(model, tokenizer, contexts, answer):
-    """The definition: a full forward pass over each context and the answer after it, and the whole
-    vocabulary searched for the tokens that finish it."""
-    table = vocabulary(tokenizer).bytes
-    path = tokenizer.encode("{" + answer, add_special_tokens=False)
-    missing = [b"".join(table[t] for t in path[i:]) + b"}" for i in range(len(path) + 1)]
-    closers = [[v for v, piece in enumerate(table) if piece.startswith(m)] for m in missing]
+    """The definition: a full forward pass over each context and each spelling of the answer after
+    it, and the whole vocabulary searched for the tokens that finish it."""
+    table, encode = vocabulary(tokenizer).bytes, vocabulary(tokenizer).encode
+    finished = ("{" + answer + "}").encode()
     result = []
     for context in contexts:
-        logp = naive_forward(model, context + path)[len(context) - 1 :]  # [k + 1, V]
-        so_far = [0.0, *logp[range(len(path)), path].cumsum(0)]
-        ways = [so_far[i] + logp[i, ids].exp().sum().log() for i, ids in enumerate(closers)]
-        result.append(torch.stack(ways).logsumexp(0))
+        ways = {}  # the tokens before the one that closes the box -> log pi of this way
+        for path in encode("{" + answer), encode("{" + answer + "}")[:-1]:
+            logp = naive_forward(model, context + path)[len(context) - 1 :]  # [k + 1, V]
+            so_far = [0.0, *logp[range(len(path)), path].cumsum(0)]
+            for i in range(len(path) + 1):
+                missing = finished[len(b"".join(table[t] for t in path[:i])) :]
+                closers = [v for v, piece in enumerate(table) if piece.startswith(missing)]
+                ways[tuple(path[:i])] = so_far[i] + logp[i, closers].exp().sum().log()
+        result.append(torch.stack([*ways.values()]).logsumexp(0))
     return torch.stack(result)
 
 
 ANSWERS = ["14", "1", r"\frac{1}{2}", r"(-\infty, 3]", " 14 ", "", "größer als 5 µm", "日本 🙂"]
-ANSWERS += ["14 eggs"]
+ANSWERS += ["14 eggs", r"\text{(C)}"]
 
 
 def contexts_of(tokenizer):
@@ -66,6 +71,19 @@ def test_scores_equal_naive_full_forwards(device, tokenizer, family, tied):
 def test_scores_equal_naive_with_the_real_tokenizer(qwen_tokenizer):
     model = tiny_model(151_936, hidden_size=16, num_hidden_layers=1)
     fast, naive = scores_of(model, qwen_tokenizer)
+    assert (fast - naive).abs().max() < 1e-4
+
+
+def test_scores_equal_naive_where_the_brace_changes_the_tokens_before_it():
+    """As SmolLM2's tokenizer does, this one spells "(C)}" with ")}", and "(C)}}" with "}}"."""
+    letters, merges = sorted(pre_tokenizers.ByteLevel.alphabet()), [("}", "}"), (")", "}")]
+    ids = {token: i for i, token in enumerate([*letters, "}}", ")}"])}
+    backend = Tokenizer(models.BPE(ids, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert [tokenizer.encode(text)[-1] for text in ("(C)}", "(C)}}")] == [ids[")}"], ids["}}"]]
+    fast, naive = scores_of(tiny_model(len(tokenizer)), tokenizer)
     assert (fast - naive).abs().max() < 1e-4
 
 

@@ -41,12 +41,12 @@ def test_split_answer_takes_linear_time():
 
 @pytest.fixture
 def load_rows(tmp_path):
-    """load_rows(rows, limit): the problems of a file with these rows."""
+    """load_rows(rows, limit, verifier): the problems of a file with these rows."""
 
-    def load(rows, limit=None):
+    def load(rows, *options, **more):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_problems(path, limit)
+        return load_problems(path, *options, **more)
 
     return load
 
@@ -65,7 +65,7 @@ def test_the_columns_of_the_hub(load_rows):
     ]
     problems = load_rows([row for _, row in rows])
     assert [problem.reference for problem in problems] == [reference for reference, _ in rows]
-    assert [problem.verifier for problem in problems] == ["math"] * 7 + ["letter"] * 2
+    assert [problem.verifier for problem in problems] == ["text"] * 7 + ["letter"] * 2
     assert problems[7].question == "f\nA: p\nB: q"
     assert problems[8].question.endswith("\nI: 8\nJ: 9")  # at most ten options
 
@@ -78,23 +78,21 @@ def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     bad += [good | {"options": o, "answer": "B"} for o in (["x"], "xy", 4, {"A": "x"})]
     bad += [good | {"options": ["x", "y"], "answer": "AB"}, good | {"verifier": "oracle"}]
     problems = load_rows([*bad, good, good, good], limit=2)  # the limit counts usable rows
-    assert problems == [Problem("q", "14")] * 2
-    said = "left out 18 of 21 rows (row 1: no reference answer; row 2: no"
+    assert problems == [Problem("q", "14", "text")] * 2
+    said = "left out 18 of 21 rows (row 1: no reference (`answer`, or `solution` with a box); row"
     assert said in capsys.readouterr().err
 
 
-FORMULAS = ["14", r"\frac{1}{2}", "x+1", r"14 \text{ cm}", r"\begin{pmatrix} 1 \end{pmatrix}"]
-WORDS = ["Paris", "NH_3", "1000 km", "20 July 1969"]
-
-
-@pytest.mark.parametrize(
-    "references, verifier", [(FORMULAS, "math"), (WORDS, "text"), (["1789-1799", "cold"], "text")]
-)
-def test_a_file_of_formulas_is_verified_as_mathematics(load_rows, references, verifier):
-    rows = [{"question": "q", "answer": answer} for answer in references]
-    assert {problem.verifier for problem in load_rows(rows)} == {verifier}
-    rows[0]["verifier"], rows[1]["verifier"] = "math", "letter"  # a row that says so keeps it
-    assert [problem.verifier for problem in load_rows(rows)][:2] == ["math", "letter"]
+def test_the_verifier_of_a_row_comes_first(load_rows, capsys):
+    rows = [
+        {"question": "q", "answer": "14"},
+        {"question": "q", "answer": "14", "verifier": "math"},
+    ]
+    assert [problem.verifier for problem in load_rows(rows)] == ["text", "math"]
+    assert "verified as text; --verifier math reads formulas" in capsys.readouterr().err
+    problems = load_rows(rows, verifier="letter")
+    assert [problem.verifier for problem in problems] == ["letter", "math"]
+    assert capsys.readouterr().err == ""
 
 
 def test_json_and_parquet_hold_the_same(tmp_path, load_rows):
@@ -118,9 +116,7 @@ def test_the_real_rows(shared_data):
     counts = {"math_train": 7496, "math500": 500, "amc23": 40, "aime24": 30}
     counts |= {"mmlu_pro_test": 700, "supergpqa_sample": 300, "webinstruct_nover_sample": 800}
     for name, count in counts.items():
-        problems = load_problems(shared_data / f"{name}.jsonl")
-        text = "text" in {problem.verifier for problem in problems}
-        assert len(problems) == count and text == name.startswith("webinstruct")
+        assert len(load_problems(shared_data / f"{name}.jsonl")) == count
 
 
 # ------------------------------------------------------------------------------------------ the toy

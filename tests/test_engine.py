@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import naive_forward, on_devices, tiny_model
-from measure import SHAPES, random_model
+from gpu import QWEN3_4B
 from tokenizers import decoders, pre_tokenizers
-from transformers import GenerationConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 from engine import load, memory, policy, sampling
 from engine.cli import InputError
@@ -60,10 +60,12 @@ def test_sampled_ids_are_cut_as_they_are(qwen_tokenizer):
     cases = [  # solution, what follows -> answer, closing
         (letters, vocab.encode("{14}$."), "14", "}"),
         (letters, vocab.encode("{14}\n$$"), "14", "}\n"),  # one token
-        (half + letters, [*vocab.encode("{"), *half, *vocab.encode("}")], "\ufffd", "}"),
+        (half + letters, vocab.encode("{14}"), "14", "}"),
     ]
     for solution, rest, answer, closing in cases:
         assert vocab.locate_answer(solution + rest) == (len(solution), answer, closing)
+    no_text = [*letters, *vocab.encode("{"), *half, *vocab.encode("}")]
+    assert vocab.locate_answer(no_text) is None
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -116,9 +118,10 @@ def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch):
     loaded.generation_config.eos_token_id = sorted(set(likely))  # so that rows end early
     expected, decoded = [one_by_one(loaded, prompt, 9) for prompt in PROMPTS], []
     loaded.lm_head.register_forward_hook(lambda *args: decoded.append(len(args[2])))
+    monkeypatch.setattr(sampling, "row_bytes", lambda model, tokens, more: tokens + more)
     for fits, piece in (10_000, 256), (60, 256), (60, 3), (20, 1):
         decoded.clear()
-        monkeypatch.setattr(sampling, "tokens_that_fit", lambda model, fits=fits: fits)
+        monkeypatch.setattr(sampling, "bytes_that_fit", lambda model, fits=fits: fits)
         rows, entropies = generate(loaded, PROMPTS, 9, piece=piece, temperature=0)
         assert list(zip(rows, entropies)) == expected
     assert len(set(map(len, rows))) > 1
@@ -188,20 +191,21 @@ def test_models_that_would_be_scored_wrongly_are_refused(tokenizer, tmp_path, sa
 OFFLOADED = "policy and Adam in CPU memory, since they do not fit on the GPU; 16,384 tokens"
 PLANS = [  # GB of the card, ranks, flags -> the line of the log, or what is refused
     (141, 1, {}, "memory: 16,384 tokens in a micro-batch"),
-    (83, 1, {}, "memory: 9,625 tokens"),
+    (83, 1, {}, "memory: 9,827 tokens"),
     (83, 2, {}, "memory: 16,384 tokens"),
     (40, 1, {}, OFFLOADED),
-    (24, 1, {}, "with 6144 .* about 25.2 GB beside the actor, and 16 GB are free: use more"),
+    (24, 1, {}, "6144 tokens .* about 22.9 GB per GPU .* and 15.5 GB are free: use 8 GPUs"),
     (141, 1, dict(cpu_offload=True), "memory: policy and Adam in CPU memory; 16,384 tokens"),
     (83, 1, dict(microbatch_tokens=16_384), OFFLOADED),
-    (34, 1, dict(microbatch_tokens=16_384), "with 16384 .* use --microbatch-tokens 6144"),
+    (34, 1, dict(microbatch_tokens=16_384), "16384 tokens .* or --microbatch-tokens 6144"),
 ]
 
 
 def test_the_policy_is_fitted_into_the_free_memory(monkeypatch):
     """Qwen3-4B's shape, rows of 6,144 tokens (the paper's lengths), beside the actor's 8 GB."""
-    actor = random_model(Qwen3Config(**SHAPES["qwen3-4b"]), torch.bfloat16, "meta")
-    actor.tie_weights()
+    config = Qwen3Config(**QWEN3_4B, tie_word_embeddings=True, max_position_embeddings=40_960)
+    with torch.device("meta"):
+        actor = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     taken = 2 * sum(p.numel() for p in actor.parameters())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(memory, "all_gather", lambda part: part)

@@ -42,7 +42,7 @@ def test_every_file_that_is_linked_or_listed_is_there():
     for page in PAGES:
         for path in re.findall(r"\]\(((?!http)[^)#]*)", page.read_text()):
             assert (page.parent / path).exists(), (page.name, path)
-    listed = PAGES[0].read_text().split("in reading order")[1].split("## Limits")[0]
+    listed = PAGES[0].read_text().split("**Read in this order**")[1].split("## The reward")[0]
     for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/[a-z]*.py"), *ROOT.glob("tasks/[a-z]*.py")]:
         assert f"`{path.name}`" in listed, path
 

@@ -12,17 +12,27 @@ from engine import log
 from engine.files import read_rows
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
-WARNINGS = [
-    ({}, "None"),
-    ({"answered": 0.0, "truncated": 0.9}, "most were cut off: raise --max-new-tokens"),
-    ({"answered": 0.01}, "stops without a box. It needs a supervised start"),
-    ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, "so this step had no gradient"),
+HEALTHY["tiny_reward_groups"] = 0.5
+WARNINGS = [  # numbers, whether some text has a box
+    ({}, True, "None"),
+    ({"answered": 0.0, "truncated": 0.9}, True, "most were cut off: raise --max-new-tokens"),
+    ({"answered": 0.0, "truncated": 0.9}, False, "without a box: raise --max-new-tokens, or make"),
+    ({"answered": 0.01}, False, "stops without a box and needs a supervised start"),
+    ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, True, "so this step had no gradient"),
+    ({"tiny_reward_groups": 0.6}, True, "no reward exceeds 1e-06: .* Keep references short"),
 ]
 
 
-@pytest.mark.parametrize("numbers, says", WARNINGS)
-def test_a_warning_names_the_cause(numbers, says):
-    assert says in str(log.warning(HEALTHY | numbers))
+@pytest.mark.parametrize("numbers, boxed, says", WARNINGS)
+def test_a_warning_names_the_cause(numbers, boxed, says):
+    assert re.search(says, str(log.warning(HEALTHY | numbers, boxed)))
+
+
+def test_rewards_that_are_almost_zero_are_counted(tokenizer):
+    group = group_of(tokenizer, [r"\boxed{7}", r"\boxed{8}"], "7")
+    for scale, share in (1e-9, 1), (1e-3, 0), (0.0, 0):
+        R = torch.tensor([1.0, 2.0]) * scale
+        assert log.describe(group, R, R, {})["tiny_reward_groups"] == share
 
 
 def test_an_empty_box_is_no_answer(tokenizer):
@@ -50,7 +60,7 @@ def test_a_run_that_learns_nothing_says_so(script, quick):
     """Three new tokens are too few for a box."""
     code, out, err = script(train, f"{quick} --out run --max-new-tokens 3")
     assert code == 0 and "The weights have not changed" in out
-    assert "warning at step 1: almost no sample has an answer, and most were cut" in err
+    assert "warning at step 1: most samples were cut off without a box: raise" in err
     assert "warning at step 2" not in err  # once is enough
 
 

@@ -22,7 +22,15 @@ VERDICTS = {  # (verifier, reference): {answer: verdict}
     ("text", "New York"): {" new  york.": "right", "York": "wrong"},  # case, spaces, ends
     ("text", "clod"): {"cold": "wrong"},
     ("text", "NH3"): {"NH_3": "wrong"},  # nothing clever
-    ("text", "5"): {"-5": "wrong"},  # a sign is no punctuation
+    ("text", "5"): {"-5": "wrong", "5.": "right"},  # a sign is no punctuation
+    ("text", ".5"): {"5": "wrong", "0.5": "wrong", "(.5.": "wrong"},  # nor the point of .5
+    ("text", "Zürich"): {
+        "Zu\u0308rich": "right",
+        r"\text{zürich}.": "right",
+        "“$Zürich$”": "right",
+    },
+    ("text", "3,600 s"): {"3600 s": "right", "36,00 s": "wrong"},
+    ("text", "..."): {"": "wrong"},
     ("toy-rule", "it is 14"): {"14 eggs": "right", "fourteen": "wrong", "1 4": "wrong"},
     ("toy-truth", "it is 14"): {"fourteen": "right", "15": "wrong"},  # it knows words too
 }
@@ -129,7 +137,9 @@ def test_the_verifier_is_asked_in_the_words_it_was_trained_on(shared_data):
 DECISIONS = {
     "\n\nBoth fractions equal one half.\n\nFinal Decision: Yes": "right",
     "The student gives 15 where the truth is 14. Final Decision: No<|im_end|>": "wrong",
-    "Final Decision: Yes\n\nUser: ### Question: next": "right",
+    "The student wrote 'Final Decision: Yes'. Final Decision: No": "wrong",
+    "Final Decision: No. That was wrong. Final Decision: Yes": "right",
+    "Final Decision: Yes/No": "undecided",
     "If correct, the decision would be Yes. To decide, we": "undecided",  # cut off
 }
 

@@ -1,7 +1,6 @@
 """Runs of days: several ranks, kills, signals, full disks, gradients that are not finite."""
 
 import itertools
-import math
 import os
 import random
 import resource
@@ -44,7 +43,8 @@ def test_two_ranks_take_the_step_of_one(tmp_path, device, family, tied):
 def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, finished_run, stopped_run):
     """One rank takes two steps, two ranks go on to the fourth, and one rank to the fifth."""
     finish(start_ranks(2, run_in, tmp_path, train.main, "--out run --resume"))
-    assert len([*stopped_run.glob("checkpoints/step-4/training/*.safetensors")]) == 2
+    saved = stopped_run.glob("checkpoints/step-4/training/*.safetensors")
+    assert {path.name[:11] for path in saved} == {"shard-00001", "shard-00002"}
     finish([start(run_in, tmp_path, train.main, "--out run --resume --steps 5")])
     metrics, samples = (read_rows(stopped_run / f"{name}.jsonl") for name in ("metrics", "samples"))
     assert [line["step"] for line in metrics] == [*range(6)]
@@ -110,8 +110,6 @@ def test_a_signal_finishes_the_step_and_saves(monkeypatch, script, tmp_path, qui
     def interrupt(step):
         if step == 2:
             os.kill(os.getpid(), number)
-            for again in signal.SIGTERM, signal.SIGINT:  # a second signal would end the run at once
-                assert signal.getsignal(again) == signal.SIG_DFL
         return 0.0
 
     code, out, err = train_with_rewards(monkeypatch, script, f"{quick} --steps 9", interrupt)
@@ -123,8 +121,9 @@ def test_a_signal_finishes_the_step_and_saves(monkeypatch, script, tmp_path, qui
 
 def test_three_skipped_updates_in_a_row_end_the_run(monkeypatch, script, tmp_path, quick):
     def broken(step):
-        return math.inf if step in (1, 2, 4, 5, 6) else 0.0
+        return 1e38 if step in (1, 2, 4, 5, 6) else 0.0
 
+    monkeypatch.setattr(train, "leave_one_out", lambda R: 10 * R)  # infinite
     code, _, err = train_with_rewards(monkeypatch, script, f"{quick} --steps 7", broken)
     assert code == 2 and "the gradient was not finite in steps 4 to 6" in err.splitlines()[-1]
     lines = read_rows(tmp_path / "run" / "metrics.jsonl")[1:]
@@ -135,10 +134,10 @@ def test_three_skipped_updates_in_a_row_end_the_run(monkeypatch, script, tmp_pat
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(script, stopped_run, toy_model_dir):
     """No file can grow over a limit: the real error of a write that fails half way. There is room
-    for model.safetensors, but not for the training state, which is three times larger."""
+    for model.safetensors, but not for the first file of the training state, which is larger."""
     before = {path: path.read_bytes() for path in stopped_run.rglob("step-2/*") if path.is_file()}
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = (toy_model_dir / "model.safetensors").stat().st_size * 2
+    limit = (toy_model_dir / "model.safetensors").stat().st_size * 11 // 10
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
     try:
         code, _, err = script(train, "--out run --resume")

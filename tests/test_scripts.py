@@ -48,6 +48,7 @@ def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
 
 def test_every_flag_is_taken(script, toy_model_dir):
     flags = f"--model {toy_model_dir} --dataset toy --reward cer --questions 2 --samples 3 --m 2"
+    flags += " --verifier math"
     flags += f" --verifier-model {toy_model_dir} --max-prompt-tokens 64 --max-new-tokens 20"
     flags += " --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100 --cpu-offload --seed 3"
     flags += " --eval-dataset toy-test --eval-every 1 --eval-limit 3 --eval-runs 2 --keep 1"
@@ -106,7 +107,7 @@ BROKEN = {  # what is left of a file
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_resume_from_broken_files_is_refused(script, stopped_run, name):
-    [path], (content, says) = stopped_run.glob(name), BROKEN[name]
+    path, (content, says) = min(stopped_run.glob(name)), BROKEN[name]
     path.write_text(content)
     code, _, err = script(train, "--out run --resume")
     assert code == 2 and re.search(says, err.splitlines()[-1]) and "Traceback" not in err
@@ -143,14 +144,18 @@ FILES = {
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
 }
 FLAGS_OF = {
-    train: "--model {model} --dataset good.jsonl --samples 4 --max-new-tokens 64",
+    train: "--model {model} --dataset good.jsonl --verifier text --samples 4 --max-new-tokens 64",
     evaluate: "--model {model} --dataset toy",
     warm_start: "--model {model} --out warm",
     plot: "",
 }
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset broken.jsonl", r"broken.jsonl, row 2: expected objects with named columns"),
-    (train, "--dataset columns.jsonl", r"no row has a question .*first row: prompt"),
+    (
+        train,
+        "--dataset columns.jsonl",
+        r"left out 1 of 1 rows \(row 1: no question .*no row is left",
+    ),
     (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 .*a local file works too \(.jsonl"),
@@ -159,10 +164,10 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--m 5", r"--m 5 is more than --samples 4"),
     (train, "--lr-end nan", r"--lr-end: expected 0 to 1, got nan"),
     (train, "--rewards cer", r"unrecognized arguments: --rewards cer; .* --reward\?"),
-    (train, "--out good.jsonl/x", r"good.jsonl/x: cannot write"),
+    (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model .", r"the model .: it has no tokenizer.json"),
     (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
-    (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id of one"),
+    (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id on the hub"),
     (train, "--resume", r"--resume needs --out"),
     (train, "--resume --out {run} --lr 1", r"cannot change .*lr was 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
