@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import two_tables_figure
 from conftest import FAST
-from film import BETWEEN_MARKERS
+from film import DATA
 from test_cer import finite_distribution
 
 import evaluate
@@ -23,61 +24,57 @@ PAGE = Path(__file__).parents[1] / "docs" / "explore.html"
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: chromium)")
 
+# What the tests' JavaScript uses. check() keeps what is not as expected.
+CHECKS = """const failed = [], soon = (ms = 20) => new Promise(resolve => setTimeout(resolve, ms));
+    const check = (what, found, expected = true) =>
+      JSON.stringify(found) === JSON.stringify(expected) || failed.push([what, found, expected]);
+    const near = (found, expected) => found.every((x, i) => Math.abs(x - expected[i]) < 2e-3);
+    const set = (id, value) => { $(id).value = value; return $(id).oninput({ target: $(id) }); };
+    const pressed = id => $(id).querySelector("[aria-pressed=true]")?.textContent;
+    const text = id => $(id).textContent, look = lines => openRun(new File([lines], "f"));
+    const table = () => [...$("samples").rows].map(r => [...r.cells].map(c => c.textContent));"""
 
-def in_browser(folder, steps, film=""):
-    """Runs JavaScript at the end of the page, with this film -> what it returned, by way of the
-    console."""
-    probe = "<script>(async () => { %s })().catch(e => ({error: String(e)}))"
-    probe += ".then(result => console.log('RESULT' + JSON.stringify(result) + 'END'));</script>"
-    page = BETWEEN_MARKERS.sub(lambda _: film, PAGE.read_text())
-    (folder / "page.html").write_text(page.replace("</body>", probe % steps))
+
+def in_browser(folder, steps, film=None):
+    """Run JavaScript at the end of the page, with this film -> what it returns."""
+    probe = f"<script>(async () => {{ {CHECKS} {steps} return failed; }})()"
+    probe += ".catch(e => String(e)).then(x => console.log('RESULT' + JSON.stringify(x) + 'END'));"
+    page = DATA.sub(lambda _: json.dumps(film), PAGE.read_text())
+    (folder / "page.html").write_text(page.replace("</body>", f"{probe}</script>"))
     flags = "--headless --no-sandbox --disable-gpu --enable-logging=stderr".split()
     command = [BROWSER, *flags, f"--user-data-dir={folder}/browser", f"file://{folder}/page.html"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as browser:
         timer = threading.Timer(180, browser.kill)
         timer.start()
-        found = next(
-            (m for line in browser.stderr if (m := re.search("RESULT(.*)END", line))), None
-        )
+        said = (re.search("RESULT(.*)END", line) for line in browser.stderr)
+        found = next(filter(None, said), None)
         timer.cancel()
         browser.kill()
     assert found, "the page said nothing within three minutes"
-    found = json.loads(found[1])
-    assert not (isinstance(found, dict) and "error" in found), found
-    return found
+    return json.loads(found[1])
 
 
 def test_its_mathematics_is_ours(tmp_path):
     prior, likelihood = finite_distribution()
     log_W = torch.randn(5, 4, dtype=torch.float64) * 300
-    log_W[1] = -torch.inf
-    log_W[2, :2] = -torch.inf
+    log_W[1], log_W[2, :2] = -torch.inf, -torch.inf
     log_P = -torch.rand(4, dtype=torch.float64)
     W = json.dumps(log_W.tolist()).replace("-Infinity", "-1/0")
-    steps = f"return {{rho: exactCer({prior.tolist()}, {likelihood.tolist()}).rho, "
-    found = in_browser(tmp_path, f"{steps} R: cer({W}, {log_P.tolist()})}};")
-    assert torch.allclose(torch.tensor(found["R"], dtype=torch.float64), cer(log_W, log_P), 0, 1e-9)
-    rho = torch.tensor(found["rho"], dtype=torch.float64)
-    assert torch.allclose(rho, exact_cer(prior, likelihood), rtol=0, atol=1e-9)
-
-
-# What follows runs in the page. check() keeps what is not as expected, and a test expects no such.
-CHECKS = """const failed = [], soon = (ms = 20) => new Promise(resolve => setTimeout(resolve, ms));
-    const check = (what, found, expected = true) =>
-      JSON.stringify(found) === JSON.stringify(expected) || failed.push([what, found, expected]);
-    const near = (found, expected) => found.every((x, i) => Math.abs(x - expected[i]) < 2e-3);
-    const set = (id, value) => { $(id).value = value; $(id).dispatchEvent(new Event("input")); };
-    const pressed = id => $(id).querySelector("[aria-pressed=true]")?.textContent;
-    const texts = id => $(id).textContent;"""
-
-
-def failures(folder, steps, film=""):
-    return in_browser(folder, f"{CHECKS} {steps} return failed;", film)
+    steps = f"const R = cer({W}, {log_P.tolist()});"
+    steps += f"return [exactCer({prior.tolist()}, {likelihood.tolist()}).rho, R, leaveOneOut(R)];"
+    R = cer(log_W, log_P)
+    for found, ours in zip(
+        in_browser(tmp_path, steps),
+        (exact_cer(prior, likelihood), R, leave_one_out(R)),
+        strict=True,
+    ):
+        torch.testing.assert_close(torch.tensor(found).double(), ours, rtol=0, atol=1e-6)
 
 
 def test_play(tmp_path):
-    """Theorem 2 holds in every example, also after a slider has moved. With one shared solution all
-    advantages are 0. The mean R is near rho where M = N. No request leaves the page."""
+    """In each example Theorem 2 holds, also after a slider has moved. The mean R of the samples is
+    near rho where M = N, and A is 0 with one shared solution. The chain from W to A is right in
+    three digits. Pointing at a sample lights its rows and P, and shows the terms of its reward."""
     steps = """const zero = (what, x) => check(what, Math.abs(x) < 1e-9);
         for (let k = 0; k < PRESETS.length; k++) {
           preset(k);
@@ -95,8 +92,21 @@ def test_play(tmp_path):
           for (const p of [state.prior, ...state.likelihood]) zero("a sum", sum(p) - 1);
         }
         check("advantages", JSON.parse($("drawn").dataset.advantages), Array(8).fill(0));
-        check("requests", performance.getEntriesByType("resource").length, 0);"""
-    assert failures(tmp_path, steps) == []
+        check("requests", performance.getEntriesByType("resource").length, 0);
+        preset(0);
+        const numbers = tr => [...tr.cells].slice(1).map(td => +td.title || +td.textContent);
+        const W = [...$("weights").rows], drawn = [...$("drawn").rows], P = numbers(drawn[1]);
+        const chain = drawn.slice(2, -1).map(numbers), A = leaveOneOut(chain.map(row => row[8]));
+        chain.forEach((row, i) => {
+          const w = numbers(W[i + 2]), D = sum(w) - w[8], products = P.map((p, j) => row[j] * p);
+          check("the row sum", near([D], [w[8]]));
+          check("W to A", near([...P.map((_, j) => w[j] / D), sum(products), A[i]], row));
+          drawn[i + 2].onpointerenter();
+          check("the terms", near(numbers(drawn.at(-1)), [...products, row[8]]));
+          const lit = [...document.querySelectorAll(".picture .lit")].map(tr => tr.rowIndex);
+          check("the rows", lit, [i + 2, 1, i + 2]);
+        });"""
+    assert in_browser(tmp_path, steps) == []
 
 
 def test_play_asks_and_its_text_follows_the_numbers(tmp_path):
@@ -118,112 +128,74 @@ def test_play_asks_and_its_text_follows_the_numbers(tmp_path):
         check("the old proportions", near(p, [.5, .3, .2]));
         sees("a change", own, undefined, "visible");
         click(); sees("a reset", question, name, "hidden");
-        for (const N of [16, 4, 16]) { set("N", N); check("M is N", +$("M").value, N); }
-        set("M", 3); set("N", 2); set("N", 8); check("M is 3", +$("M").value, 3);"""
-    assert failures(tmp_path, steps) == []
+        const move = (id, to) => { $(id).value = to; $(id).dispatchEvent(new Event("input")); };
+        for (const N of [16, 4, 16]) { move("N", N); check("M is N", +$("M").value, N); }
+        move("M", 3); move("N", 2); move("N", 8); check("M is 3", +$("M").value, 3);"""
+    assert in_browser(tmp_path, steps) == []
 
 
-def test_the_sampled_group_is_one_chain(tmp_path):
-    """W, its row sums, D^-1 W, P, R and A, in three digits. Pointing at a sample lights its rows
-    and P, and shows the terms of its reward."""
-    steps = """const numbers = tr => [...tr.cells].slice(1).map(td => +td.title || +td.textContent);
-        const W = [...$("weights").rows], drawn = [...$("drawn").rows], P = numbers(drawn[1]);
-        const rows = drawn.slice(2, -1).map(numbers), A = leaveOneOut(rows.map(row => row[8]));
-        rows.forEach((row, i) => {
-          const w = numbers(W[i + 2]), D = sum(w) - w[8], products = P.map((p, j) => row[j] * p);
-          check("the row sum", near([D], [w[8]]));
-          check("W to A", near([...P.map((_, j) => w[j] / D), sum(products), A[i]], row));
-          drawn[i + 2].onpointerenter();
-          check("the terms", near(numbers(drawn.at(-1)), [...products, row[8]]));
-          const lit = [...document.querySelectorAll(".picture .lit")].map(tr => tr.rowIndex);
-          check("the rows", lit, [i + 2, 1, i + 2]);
-        });"""
-    assert failures(tmp_path, steps) == []
-
-
-def group(step, reward, question="How many eggs?", **more):
+def group(step, reward, **more):
     """One line of train.py's samples.jsonl: four samples, of which the second is cut off."""
     texts = [r"So \boxed{14}", "I count the\neggs and", r"I guess \boxed{18}", r"Again \boxed{14}"]
     answers, truncated = ["14", None, "18", "14"], [False, True, False, False]
     samples = {"texts": texts, "answers": answers, "truncated": truncated, "R": reward}
-    return {"step": step, "question": question, "reference": "14"} | samples | more
+    return {"step": step, "question": "Ana has\n\n3 bags.", "reference": "14"} | samples | more
 
 
 MATRICES = {"distinct_answers": ["14", "18"], "columns": [0, 2, 3], "log_P": [-1.0, -5.0, -2.0]}
 MATRICES |= {"log_W": [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]]}
 LOG_W = torch.tensor([MATRICES["log_W"][0], [-torch.inf, -1.0, -torch.inf]])
 R14, R18 = cer(LOG_W, torch.tensor(MATRICES["log_P"])).tolist()
-
-
-def evaluation(dataset, index, answer, correct):
-    """One line of evaluate.py's samples.jsonl."""
-    line = {"dataset": dataset, "index": index, "question": f"{dataset}, question {index}"}
-    line |= {"reference": "14", "answer": answer, "correct": correct, "truncated": answer is None}
-    return line | {"tokens": 7, "text": f"so {answer}"}
+R = [R14, 0.0, R18, R14]
 
 
 def as_file(lines):
     return json.dumps("".join(json.dumps(line) + "\n" for line in lines))
 
 
-# What a test of Look reads of the page.
-LOOK = """const table = () => [...$("samples").rows].map(r => [...r.cells].map(c => c.textContent));
-    const look = (name, text) => openRun(new File([text], name));
-    const press = k => $("samples").querySelectorAll("th:first-child button")[k].click();
-    const panel = () => [texts("whose"), texts("solution")];
-    const go = (id, value) => { $(id).value = value; return $(id).oninput(); };"""
-
-
 def test_look_reads_files(tmp_path):
-    """A file that is read in small pieces, bad lines, a file that has changed, a file dropped
-    beside the box, and an evaluation: its samples of a question are one group wherever they are."""
+    """Bad lines, small pieces, a file that has changed or is dropped beside the box, and an
+    evaluation, where the samples of a question are one group wherever they are."""
     good = [group(1, [0.5] * 4), group(2, [1.0, 0.0, 0.0, 1.0]), group(2, [0.0] * 4)]
-    scores = [evaluation("math500", 0, "14", True), evaluation("amc23", 0, "9", False)]
-    scores += [evaluation("math500", 1, None, False), evaluation("math500", 0, "18", False)]
-    steps = f"""{LOOK} const good = {as_file(good)}, line = good.split("\\n")[0];
-        const says = async (what, text, expected) => {{
-          await look("f", text); check(what, texts("say").startsWith(expected));
-        }};
-        await says("three groups", good, "f: 3 groups in 2 steps.");
-        await says("no line end", line, "f: 1 group in 1 step.");
-        await says("half a line", '{{"step": 1\\n' + good,
-          "f: 3 groups in 2 steps. 1 line left out (line 1: ");
-        await says("no JSON", "a b c", "f is no samples.jsonl: line 1: ");
-        await says("no samples", JSON.stringify({{...JSON.parse(line), answers: []}}),
-          "f is no samples.jsonl: line 1: it has no samples.");
-        await says("nothing", "", "f is no samples.jsonl: it is empty.");
+    samples = [("math500", 0, "14", True), ("amc23", 0, "9", False), ("math500", 0, "18", False)]
+    names = "dataset", "index", "answer", "correct"
+    same = {"question": "?", "reference": "14", "truncated": False, "text": "so"}
+    scores = as_file([same | dict(zip(names, sample)) for sample in samples])
+    steps = f"""const good = {as_file(good)}, line = good.split("\\n")[0];
+        const empty = JSON.stringify({{...JSON.parse(line), answers: []}});
+        for (const [lines, expected] of [[good, "f: 3 groups in 2 steps."],
+          [line, "f: 1 group in 1 step."], ["", "f is no samples.jsonl: it is empty."],
+          ['{{"step": 1\\n' + good, "f: 3 groups in 2 steps. 1 line left out (line 1: "],
+          ["a b c", "f is no samples.jsonl: line 1: "],
+          [empty, "f is no samples.jsonl: line 1: it has no samples."],
+        ]) {{ await look(lines); check(expected, text("say").startsWith(expected), true); }}
         check("no group", $("run").hidden);
         await openRun(new File([good], "f"), 1);  // in pieces of one byte, then larger ones
-        check("small pieces", texts("say"), "f: 3 groups in 2 steps.");
-        await go("part", 1); check("from the middle", table()[1], ["1: = 14", "1.000", "+0.667"]);
-        const text = () => Promise.reject("it has changed"), target = {{value: "f"}};
-        const changed = {{name: "f", size: 9, slice: () => ({{text, arrayBuffer: text}})}};
+        await set("part", 1); check("from the middle", table()[1], ["1: = 14", "1.000", "+0.667"]);
+        const broken = () => Promise.reject("it has changed"), target = {{value: "f"}};
+        const piece = () => ({{text: broken, arrayBuffer: broken}});
+        const changed = {{name: "f", size: 9, slice: piece}};
         opened.file = changed; await showGroup();
-        check("a change", texts("question"), "f has changed since it was opened. Choose it again.");
+        check("a change", text("question"), "f has changed since it was opened. Choose it again.");
         await openRun(changed);
-        check("a change", texts("say"), "f cannot be read. If it has changed, choose it again.");
+        check("a change", text("say"), "f cannot be read. If it has changed, choose it again.");
         $("file").onclick({{target}}); check("the same file can be chosen", target.value, "");
         for (const name of ["dragover", "drop"]) {{
           const event = new Event(name, {{bubbles: true, cancelable: true}});
           document.body.dispatchEvent(Object.assign(event, {{dataTransfer: {{files: []}}}}));
           check("the page stays", event.defaultPrevented);
         }}
-        await says("an evaluation", {as_file(scores)}, "f: 3 groups in 2 data sets.");
-        check("the data set", texts("parttext") + texts("partout"), "data setmath500");
-        check("a question", table().slice(1), [["1: = 14", "right"], ["2: 18", "wrong"]]);
-        press(1); check("its text", panel(), ["Sample 2: 18", "so 18"]);
-        await go("group", 2); check("another", table()[1], ["1: (no answer)", "wrong"]);
-        check("its text", panel(), ["Sample 1: (no answer) (truncated)", "so None"]);"""
-    assert failures(tmp_path, steps) == []
+        await look({scores}); check("an evaluation", text("say"), "f: 2 groups in 2 data sets.");
+        check("a question", table().slice(1), [["1: = 14", "right"], ["2: 18", "wrong"]]);"""
+    assert in_browser(tmp_path, steps) == []
 
 
 def test_look_at_a_run(tmp_path):
-    """Every sample opens, the posterior does not underflow, and the panel follows the group."""
-    R = [R14, 0.0, R18, R14]
+    """Every sample opens, the posterior does not underflow, and the text follows the group."""
     said = {"verdicts": ["right", None, "wrong", "right"]}
     mixed = [(1 + R18) / 2, 0.0, R14 / 2, (1 + R18) / 2]  # Rule+CER, where CER prefers 18
     lines = [
-        group(1, R, "Ana has\n\n3 bags.", **MATRICES),
+        group(1, R, **MATRICES),
         group(2, [1.0, 0.0, 0.0, 1.0], **said),
         group(2, [0.0, 0.0, 0.0, 0.0]),
         group(3, mixed, **said | MATRICES | {"distinct_answers": ["18", "14"]}),
@@ -243,57 +215,42 @@ def test_look_at_a_run(tmp_path):
     # For each filter the steps that are left (from 0), the first of them, and its groups.
     filters = {"all": [2, 1, 1], "zero": [0, 2, 1], "ahead": [0, 3, 1], "wrong": [1, 2, 1]}
     filters |= {"truncated": [2, 1, 1], "unanswered": [2, 1, 1]}
-    steps = f"""{LOOK} await look("samples.jsonl", {as_file(lines)});
-        check("CER", table(), {json.dumps(shown)});
-        check("the question", texts("question"), "Ana has\\n\\n3 bags.\\n\\na* = 14");
-        check("its lines", getComputedStyle($("question")).whiteSpace, "pre-wrap");
+    steps = f"""const panel = () => [text("whose"), text("solution")], found = {{}};
+        await look({as_file(lines)}); check("CER", table(), {json.dumps(shown)});
+        check("the question", text("question"), "Ana has\\n\\n3 bags.\\n\\na* = 14");
         const wide = $("samples").parentNode, [name, , , , R] = $("samples").rows[2].cells;
-        wide.style.width = "220px";
-        for (const x of [0, 40, 80]) {{  // as on a phone
-          wide.scrollLeft = x;
-          const [outer, left, right] = [wide, name, R].map(node => node.getBoundingClientRect());
-          check("what scrolls", wide.scrollLeft, x);
-          check("what stays", left.left - outer.left < 1 && outer.right - right.right > -1);
-        }}
+        wide.style.width = "220px"; wide.scrollLeft = 40;  // as on a phone
+        const [outer, left, right] = [wide, name, R].map(node => node.getBoundingClientRect());
+        check("stays", left.left - outer.left < 1 && outer.right - right.right > -1);
         check("the first", panel(), ["Sample 1: = 14", "So \\\\boxed{{14}}"]);
-        press(3);
+        $("samples").rows[5].querySelector("button").click();
         check("the last", panel(), ["Sample 2: (no answer) (truncated)", "I count the\\neggs and"]);
-        await go("part", 1); check("a rule", table()[3], ["3: 18", "0.000", "-0.667", "wrong"]);
+        await set("part", 1); check("a rule", table()[3], ["3: 18", "0.000", "-0.667", "wrong"]);
         check("the next", panel()[0], "Sample 1: = 14");
-        await go("group", 2); check("exact match", table().at(-1)[0], "2: (no answer)");
-        await go("part", 2); check("Rule+CER", table()[0].slice(-4), ["CER", "R", "A", "verdict"]);
+        await set("part", 2); check("Rule+CER", table()[0].slice(-4), ["CER", "R", "A", "verdict"]);
         check("its CER and R", table()[4].slice(-4, -2), {json.dumps([high, half])});
-        await go("group", 2); check("no number", table()[1], ["1: = 14", "–", "–", "right"]);
-        const found = {{}};
+        await set("group", 2); check("no number", table()[1], ["1: = 14", "–", "–", "right"]);
         for (const {{value}} of $("filter").options) {{
           $("filter").value = value; await $("filter").onchange();
-          found[value] = [+$("part").max, +texts("partout"), +texts("groupsout")];
+          found[value] = [+$("part").max, +text("partout"), +text("groupsout")];
         }}
         check("filters", found, {json.dumps(filters)});"""
-    assert failures(tmp_path, steps) == []
+    assert in_browser(tmp_path, steps) == []
 
 
 def test_the_files_of_both_scripts_open(script, tmp_path, toy_model_dir):
-    code, _, err = script(train, f"--model {toy_model_dir} --out run {FAST}")
-    assert code == 0, err
-    flags = "--dataset toy-test --limit 2 --runs 3 --max-new-tokens 48 --out eval"
-    code, _, err = script(evaluate, f"--model {toy_model_dir} {flags}")
-    assert code == 0, err
-    groups = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
-    samples = (tmp_path / "eval/samples.jsonl").read_text()
-    found = in_browser(
-        tmp_path,
-        f"""{CHECKS} {LOOK} await look("run", {as_file(groups)});
-        $("part").value = 1; await $("part").oninput();
-        const run = [texts("say"), table(), texts("question")];
-        await look("eval", {json.dumps(samples)});
-        return {{run, evaluation: [texts("say"), table().length]}};""",
-    )
-    say, table, question = found["run"]
-    assert say == "run: 4 groups in 2 steps." and question.startswith(groups[2]["question"])
-    assert len(table) == 3 + 4 and len(table[0]) == 3 + len(groups[2]["columns"])
-    assert float(table[2][-2]) == pytest.approx(max(groups[2]["R"]), abs=1e-3)
-    assert found["evaluation"] == ["eval: 2 groups in 1 data set.", 1 + 3]
+    flags = f"--model {toy_model_dir} --dataset toy-test --limit 2 --runs 3 --max-new-tokens 48"
+    for each, options in (train, f"--model {toy_model_dir} {FAST}"), (evaluate, flags):
+        code, _, err = script(each, f"{options} --out {each.__name__}")
+        assert code == 0, err
+    run, evaluation = ((tmp_path / n / "samples.jsonl").read_text() for n in ("train", "evaluate"))
+    steps = f"""await look({json.dumps(run)}); const seen = [text("say"), table()];
+        await look({json.dumps(evaluation)}); return [...seen, text("say"), table().length];"""
+    said, table, *scores = in_browser(tmp_path, steps)
+    first = json.loads(run.splitlines()[0])
+    assert said == "f: 4 groups in 2 steps." and len(table[0]) == 3 + len(first["columns"])
+    assert float(table[2][-2]) == pytest.approx(max(first["R"]), abs=1e-3)
+    assert scores == ["f: 2 groups in 1 data set.", 1 + 3]
 
 
 def test_the_numbers_of_the_darkest_cells_can_be_read():
@@ -315,17 +272,17 @@ def test_the_numbers_of_the_darkest_cells_can_be_read():
 
 def test_the_film(tmp_path):
     """Without a film nothing is shown. With one, the slider chooses the frame of every run."""
-    assert failures(tmp_path, "check('hidden', $('movie').hidden); onresize();") == []
+    assert in_browser(tmp_path, "check('hidden', $('movie').hidden); onresize();") == []
     frames = [
-        group(step, [R14, 0.0, R18, R14], **MATRICES, verdicts=["right", None, said, "right"])
-        | {"right": 0.5, "slip": 0.2, "forms": [0.1, share]}
+        group(step, R, **MATRICES, verdicts=["right", None, said, "right"])
+        | {"right": 0.5, "slip": 0.2, "forms": [0.1, share], "samples": 8}
         for step, share, said in ((0, 0.3, "wrong"), (5, 0.7, "slip"))
     ]
     film = {"watch": "Watch.", "question": "How many?", "reference": "14", "forms": ["14", "it is"]}
     film |= {"runs": [{"name": name, "frames": frames} for name in ("seed 2", "seed 3")]}
-    steps = """check("shown", $("movie").hidden, false); check("what", texts("watch"), "Watch.");
+    steps = """check("shown", $("movie").hidden, false); check("what", text("watch"), "Watch.");
         for (const [k, ...expected] of [[0, "wrong", "0", "0.30"], [1, "slip", "5", "0.70"]]) {
-          set("frame", k); check("the step", texts("step"), expected[1]);
+          set("frame", k); check("the step", text("step"), expected[1]);
           for (const {table, forms, curves} of takes) {
             const share = forms.rows[2].cells[k + 1], now = forms.querySelector(".now");
             const seen = [table.rows[4].lastChild, now, share].map(cell => cell.textContent);
@@ -335,23 +292,18 @@ def test_the_film(tmp_path):
         }
         const wide = [...document.querySelectorAll(".wide")];
         check("a keyboard scrolls", wide.every(node => node.tabIndex === 0 && node.ariaLabel));"""
-    element = f'<script type="application/json" id="film">{json.dumps(film)}</script>'
-    assert failures(tmp_path, steps, element) == []
+    assert in_browser(tmp_path, steps, film) == []
 
 
-def test_learn_shows_what_its_presets_say(tmp_path):
-    claims = in_browser(
-        tmp_path,
-        """const shown = [];
+def test_learn_shows_what_its_claims_say(tmp_path):
+    steps = """const shown = [], at = ({pass, slip}) => [pass.mean, slip.mean];
         for (let k = 0; k < CLAIMS.length; k++) {
           await claim(k);
-          shown.push(Object.fromEntries(Object.entries(curves).map(([name, points]) => [name,
-            {early: points[25].pass.mean, slips: points[100].slip.mean, steps: points.length}])));
+          shown.push(Object.fromEntries(Object.entries(curves).map(([name, points]) =>
+            [name, {early: at(points[25])[0], slips: at(points[100])[1]}])));
         }
-        return shown;""",
-    )
-    assert all(c["steps"] == 101 for rewards in claims for c in rewards.values())
-    follows, corrects, imitates, prefers, fixed = claims
+        return shown;"""
+    follows, corrects, imitates, prefers, fixed = in_browser(tmp_path, steps)
     assert abs(follows["cer"]["early"] - follows["perfect"]["early"]) < 0.01
     assert follows["exact"]["early"] < follows["cer"]["early"] - 0.2
     assert corrects["cer1"]["slips"] > 0.2 and corrects["cer"]["slips"] < 0.04
@@ -376,16 +328,13 @@ def test_learn_starts_in_sight_and_again_when_a_setting_changes(tmp_path):
         check("nothing below moves", $("look").offsetTop, top);
         check("the condition is named", CLAIMS[0][1].startsWith("without slips"));
         await learn(); check("the same seed", last(), first);
-        $("seed").value = 2; await learn(); check("another seed", last() !== first);
         const old = learn(); set("learn-forms", 1); await old;
         while (curves.exact.length < 101) await soon();
         check("one form makes exact match a perfect verifier", last() > .98 && first < .98);
-        const rows = [...$("curves").rows].map(r => r.cells[0].textContent);
-        check("rows", rows, ["", "exact match", "CER", "perfect verifier"]);
         check("grid, bands, lines", $("charts").querySelectorAll("polyline").length, 5 + 2 * 3);
         $("charts").style.width = "300px"; onresize(); const svg = $("charts").firstChild;
-        check("size", svg.getAttribute("width"), "300");
-        check("text", getComputedStyle(svg.querySelector("text")).fontSize, "15px");
+        const {fontSize} = getComputedStyle(svg.querySelector("text"));
+        check("sizes", [svg.getAttribute("width"), fontSize], ["300", "15px"]);
         location.hash = "#learn/slips";
         while (!$("charts").innerHTML.includes("stroke-dasharray: 9 6")) await soon();
         const says = (...expected) => check("a claim",
@@ -393,32 +342,26 @@ def test_learn_starts_in_sight_and_again_when_a_setting_changes(tmp_path):
         says(16, CLAIMS[1][1], CLAIMS[1][4]);
         set("learn-N", 4); set("learn-N", 12); says(12, undefined, "These are your own settings.");
         $("claims").children[2].click(); check("a link", location.hash, "#learn/verifree");"""
-    assert failures(tmp_path, steps) == []
+    assert in_browser(tmp_path, steps) == []
 
 
 SETTINGS = [dict(forms=16, slip=0.0, N=8, M=8), dict(forms=8, slip=0.3, N=8, M=2)]
 SAME = {"exact": "exact match", "cer": "CER", "verifree": "VeriFree"}
 
 
-def test_learn_agrees_with_the_script(tmp_path, monkeypatch):
-    """50 seeds of the page and 100 of examples/two_tables.py: the difference of their final pass@1
+def test_learn_agrees_with_the_script(tmp_path):
+    """50 seeds of the page and 100 of two_tables_figure.py: the difference of their final pass@1
     lies in its 95% band."""
-    monkeypatch.syspath_prepend(PAGE.parents[1] / "examples")
-    import two_tables
-
     settings = json.dumps([setting | {"skew": 0} for setting in SETTINGS])
-    found = in_browser(
-        tmp_path,
-        f"""const final = (name, setting) => {{
-          const runs = range(50).map(seed => train(name, setting, seed));
-          for (let step = 0; step < 100; step++) runs.forEach(run => run.next());
-          return runs.map(run => run.next().value.pass);
-        }};
-        return {settings}.map(one => {json.dumps(list(SAME))}.map(name => final(name, one)));""",
-    )
-    for setting, page in zip(SETTINGS, found):
+    steps = f"""const final = (name, setting) => range(50).map(seed => {{
+          const run = train(name, setting, seed);
+          for (let step = 0; step < 100; step++) run.next();
+          return run.next().value.pass;
+        }});
+        return {settings}.map(one => {json.dumps(list(SAME))}.map(name => final(name, one)));"""
+    for setting, page in zip(SETTINGS, in_browser(tmp_path, steps)):
         for name, finals in zip(SAME.values(), page):
             ours = torch.tensor(finals)
-            theirs = two_tables.train(name, seeds=100, **setting)[0][:, -1].detach()
+            theirs = two_tables_figure.train(name, seeds=100, **setting)[0][:, -1].detach()
             error = (ours.var() / len(ours) + theirs.var() / len(theirs)).sqrt()
             assert abs(ours.mean() - theirs.mean()) < 1.96 * error, (setting, name)
