@@ -5,308 +5,277 @@ import json
 import re
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAST
+import two_tables_figure
+from film import DATA
 from test_cer import finite_distribution
 
 import evaluate
-import train
 from cer import cer, exact_cer
+from rloo import leave_one_out
 
 PAGE = Path(__file__).parents[1] / "docs" / "explore.html"
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: chromium)")
 
+# What the tests' JavaScript uses. check() keeps what is not as expected.
+CHECKS = """const failed = [], soon = (ms = 20) => new Promise(resolve => setTimeout(resolve, ms));
+    const check = (what, found, expected = true) =>
+      JSON.stringify(found) === JSON.stringify(expected) || failed.push([what, found, expected]);
+    const near = (found, expected) => found.every((x, i) => Math.abs(x - expected[i]) < 2e-3);
+    const set = (id, value) => { $(id).value = value; return $(id).oninput({ target: $(id) }); };
+    const pressed = id => $(id).querySelector("[aria-pressed=true]")?.textContent;
+    const style = getComputedStyle, first = id => $(id).firstChild.data, row = tr => [...tr.cells];
+    const text = id => $(id).textContent, look = lines => openRun(new File([lines], "f"));
+    const table = () => [...$("samples").rows].map(tr => row(tr).map(cell => cell.textContent));"""
 
-def in_browser(folder, steps):
-    """Runs JavaScript at the end of the page -> what it returned, by way of the console."""
-    probe = "<script>(async () => { %s })().catch(e => ({error: String(e)}))"
-    probe += ".then(result => console.log('RESULT' + JSON.stringify(result) + 'END'));</script>"
-    (folder / "page.html").write_text(PAGE.read_text().replace("</body>", probe % steps))
-    flags = "--headless --no-sandbox --disable-gpu --enable-logging=stderr".split()
-    command = [BROWSER, *flags, f"--user-data-dir={folder}/browser", f"file://{folder}/page.html"]
+
+def in_browser(folder, steps, film=None):
+    """Run JavaScript at the end of the page, with this film -> what it returns."""
+    probe = f"<script>(async () => {{ {CHECKS} {steps} return failed; }})()"
+    probe += ".catch(e => String(e)).then(x => console.log('RESULT' + JSON.stringify(x) + 'END'));"
+    page = DATA.sub(lambda _: json.dumps(film), PAGE.read_text())
+    (folder / "page.html").write_text(page.replace("</body>", f"{probe}</script>"))
+    command = f"timeout 60 {BROWSER} --headless --no-sandbox --disable-gpu --enable-logging=stderr"
+    command = [*command.split(), f"--user-data-dir={folder}/browser", f"{folder}/page.html"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as browser:
-        timer = threading.Timer(180, browser.kill)
-        timer.start()
-        found = next(
-            (m for line in browser.stderr if (m := re.search("RESULT(.*)END", line))), None
-        )
-        timer.cancel()
-        browser.kill()
-    assert found, "the page said nothing within three minutes"
-    found = json.loads(found[1])
-    assert not (isinstance(found, dict) and "error" in found), found
-    return found
+        said = (re.search("RESULT(.*)END", line) for line in browser.stderr)
+        found = next(filter(None, said), None)
+        browser.terminate()
+    assert found, "the page said nothing within a minute"
+    return json.loads(found[1])
 
 
 def test_its_mathematics_is_ours(tmp_path):
     prior, likelihood = finite_distribution()
-    log_W = torch.randn(5, 4, dtype=torch.float64) * 300
-    log_W[1] = -torch.inf
-    log_W[2, :2] = -torch.inf
-    log_P = -torch.rand(4, dtype=torch.float64)
+    log_W, log_P = torch.randn(5, 4).double() * 300, -torch.rand(4).double()
+    log_W[1], log_W[2, :2] = -torch.inf, -torch.inf
     W = json.dumps(log_W.tolist()).replace("-Infinity", "-1/0")
-    steps = f"return {{rho: exactCer({prior.tolist()}, {likelihood.tolist()}).rho, "
-    found = in_browser(tmp_path, f"{steps} R: cer({W}, {log_P.tolist()})}};")
-    assert torch.allclose(torch.tensor(found["R"], dtype=torch.float64), cer(log_W, log_P), 0, 1e-9)
-    rho = torch.tensor(found["rho"], dtype=torch.float64)
-    assert torch.allclose(rho, exact_cer(prior, likelihood), rtol=0, atol=1e-9)
+    steps = f"""const R = cer({W}, {log_P.tolist()}), prior = {prior.tolist()};
+        return [exactCer(prior, {likelihood.tolist()}).rho, R, leaveOneOut(R)];"""
+    R = cer(log_W, log_P)
+    expected = exact_cer(prior, likelihood), R, leave_one_out(R)
+    for found, ours in zip(in_browser(tmp_path, steps), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(found).double(), ours, rtol=0, atol=1e-6)
 
 
 def test_play(tmp_path):
-    """Theorem 2 holds in every example, also after a slider has moved. With one shared solution all
-    advantages are 0. No request leaves the page."""
-    found = in_browser(
-        tmp_path,
-        """const sides = [], sums = [];
-        const look = () => sides.push(JSON.parse($("theorem").dataset.sides));
-        for (let k = 0; k < PRESETS.length; k++) {
-          preset(k); look();
-          for (const input of [...$("inputs").querySelectorAll("input[type=range]")].slice(0, 4)) {
-            input.value = 0.66; input.oninput({target: input}); look();
-            if (!input.isConnected) throw Error("a slider that is dragged must stay");
+    """In each example Theorem 2 holds, also after a slider has moved. The mean R of the samples is
+    near rho where M = N, and A is 0 with one shared solution. The chain from W to A is right in
+    three digits. Pointing at a sample lights its rows and P, and shows the terms of its reward."""
+    steps = """for (let k = 0; k < PRESETS.length; k++) {
+          preset(k);
+          const seen = [...$("spread").rows].slice(1).map(tr => row(tr).map(td => +td.textContent));
+          for (const [, , rho, mean, samples] of seen)
+            if (k < 5 && samples > 100) check(`mean R, ${k}`, Math.abs(mean - rho) < 0.02);
+          for (const { slider } of controls.slice(0, 4)) {
+            const [cer, exact] = JSON.parse($("theorem").dataset.sides);
+            check("Theorem 2", Math.abs(cer - exact) < 1e-9);
+            slider.value = 0.66; slider.oninput({target: slider});
+            check("it can be dragged on", slider.isConnected);
           }
-          sums.push(sum(state.prior), ...state.likelihood.map(sum));
+          for (const p of [state.prior, ...state.likelihood]) check("a sum", near([sum(p)], [1]));
         }
-        const shared = JSON.parse($("drawn").dataset.advantages);
-        return {sides, sums, shared, requests: performance.getEntriesByType("resource").length};""",
-    )
-    assert len(found["sides"]) == 6 * 5
-    assert all(abs(cer - exact) < 1e-12 for cer, exact in found["sides"])
-    assert all(abs(total - 1) < 1e-9 for total in found["sums"])
-    assert len(found["shared"]) == 8 and not any(found["shared"]) and found["requests"] == 0
+        check("advantages", JSON.parse($("drawn").dataset.advantages), Array(8).fill(0)); preset(0);
+        const numbers = tr => row(tr).slice(1).map(td => +td.title || +td.textContent);
+        const W = [...$("weights").rows], drawn = [...$("drawn").rows], P = numbers(drawn[1]);
+        const chain = drawn.slice(2, -1).map(numbers), A = leaveOneOut(chain.map(tr => tr[8]));
+        chain.forEach((found, i) => {
+          const w = numbers(W[i + 2]), D = w.pop(), terms = P.map((p, j) => found[j] * p);
+          check("W to A", near([...w.map(x => x / D), sum(terms), A[i], D], [...found, sum(w)]));
+          drawn[i + 2].onpointerenter(); check("terms", near(terms, numbers(drawn.at(-1))));
+          const lit = [...document.querySelectorAll(".picture .lit")].map(tr => tr.rowIndex);
+          check("the rows", lit, [i + 2, 1, i + 2]);
+        });"""
+    assert in_browser(tmp_path, steps) == []
 
 
-def group(step, reward, question="How many eggs?", **more):
+def test_play_asks_and_its_text_follows_the_numbers(tmp_path):
+    steps = """const [, name, , question, answer] = PRESETS[0], {slider, typed, p} = controls[0];
+        const R = () => [...$("drawn").querySelectorAll("td.R")], M = $("M");
+        const sees = (what, ...expected) => check(what,
+          [first("sentence"), pressed("presets"), style(R()[0]).visibility], expected);
+        const click = () => $("sentence").lastChild.click();
+        check("as worked out", near([0, 2, 4].map(i => +R()[i].textContent), [.466, .45, .095]));
+        sees("a question", question, name, "hidden"); click(); sees("", answer, name, "visible");
+        for (const value of ["", "-1", "1e309", "0,5"]) {
+          typed.value = value; typed.onchange({target: typed});
+          check("what is no probability is ignored", [...p], [.5, .3, .2]);
+        }
+        check("the arrows", typed.step, "0.01"); sees("no change", answer, name, "visible");
+        for (const value of [1, .5]) { slider.value = value; slider.oninput({target: slider}); }
+        check("the old proportions", near(p, [.5, .3, .2]));
+        sees("a change", "These are your own numbers.", undefined, "visible");
+        click(); sees("a reset", question, name, "hidden");
+        for (const N of [16, 4, 16]) { set("N", N); check("M is N", +M.value, N); }
+        M.value = 3; M.dispatchEvent(new Event("input")); set("N", 8); check("M", M.value, "3");"""
+    assert in_browser(tmp_path, steps) == []
+
+
+def group(step, reward, **more):
     """One line of train.py's samples.jsonl: four samples, of which the second is cut off."""
-    texts = [r"So \boxed{14}", "I count the\neggs and", r"I guess \boxed{18}", r"Again \boxed{14}"]
-    answers, truncated = ["14", None, "18", "14"], [False, True, False, False]
-    samples = {"texts": texts, "answers": answers, "truncated": truncated, "R": reward}
-    return {"step": step, "question": question, "reference": "14"} | samples | more
+    line = {"step": step, "question": "Ana has\n\n3 bags.", "reference": "14", "R": reward}
+    line |= {"answers": ["14", None, "18", "14"], "truncated": [False, True, False, False]}
+    return line | {"texts": [r"So \boxed{14}", "I count the\neggs and", "18?", "14!"]} | more
 
 
-def evaluation(dataset, index, answer, correct):
-    """One line of evaluate.py's samples.jsonl."""
-    line = {"dataset": dataset, "index": index, "question": f"{dataset}, question {index}"}
-    line |= {"reference": "14", "answer": answer, "correct": correct, "truncated": answer is None}
-    return line | {"tokens": 7, "text": f"so {answer}"}
+MATRICES = {"distinct_answers": ["14", "18"], "columns": [0, 2, 3], "log_P": [-1.0, -5.0, -2.0]}
+MATRICES |= {"log_W": [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]]}
+LOG_W = torch.tensor([MATRICES["log_W"][0], [-torch.inf, -1.0, -torch.inf]])
+R14, R18 = cer(LOG_W, torch.tensor(MATRICES["log_P"])).tolist()
+R, SAID = [R14, 0.0, R18, R14], {"verdicts": ["right", None, "wrong", "right"]}
 
 
 def as_file(lines):
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    return json.dumps("".join(json.dumps(line) + "\n" for line in lines))
 
 
-# What a test of Look reads of the page.
-SEEN = """const texts = id => $(id).textContent;
-    const table = () => [...$("samples").rows].map(r => [...r.cells].map(c => c.textContent));
-    const look = (name, text) => openRun(new File([text], name));
-    const press = k => $("samples").querySelectorAll("th:first-child button")[k].click();
-    const panel = () => [texts("whose"), texts("solution")];"""
+def test_look_reads_files(tmp_path):
+    """Bad lines, small pieces, a file that has changed or is dropped beside the box."""
+    good = [group(1, [0.5] * 4), group(2, [1.0, 0.0, 0.0, 1.0]), group(2, [0.0] * 4)]
+    steps = f"""const good = {as_file(good)}, line = good.split("\\n")[0];
+        const empty = JSON.stringify({{...JSON.parse(line), answers: []}});
+        for (const [lines, expected] of [[good, ": 3 groups in 2 steps."],
+          [line, ": 1 group in 1 step."], ["", " is no samples.jsonl: it is empty."],
+          ['{{"step": 1\\n' + good, ": 3 groups in 2 steps. 1 line left out (line 1: "],
+          [empty, " is no samples.jsonl: line 1: it has no samples."]]) {{
+          await look(lines); check(expected, text("say").startsWith("f" + expected));
+        }}
+        check("no group", $("run").hidden);
+        await openRun(new File([good], "f"), 1);  // in pieces of one byte, then larger ones
+        await set("part", 1); check("from the middle", table()[1], ["1: = 14", "1.000", "+0.667"]);
+        const no = () => Promise.reject("it has changed"), target = {{value: "f"}};
+        opened.file = {{name: "f", size: 9, slice: () => ({{text: no, arrayBuffer: no}})}};
+        await showGroup(); check("a change", text("question").includes("Choose it again"));
+        await openRun(opened.file); check("a change", text("say").includes("choose it again"));
+        $("file").onclick({{target}}); check("the same file can be chosen", target.value, "");
+        for (const name of ["dragover", "drop"]) {{
+          const how = {{bubbles: true, cancelable: true, dataTransfer: new DataTransfer()}};
+          check("the page stays", !document.body.dispatchEvent(new DragEvent(name, how)));
+        }}"""
+    assert in_browser(tmp_path, steps) == []
 
 
 def test_look_at_a_run(tmp_path):
-    """Every sample opens, the posterior does not underflow, and the panel follows the group."""
-    log_W, log_P = [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]], [-1.0, -5.0, -2.0]
-    R = cer(torch.tensor([log_W[0], [-torch.inf, -1, -torch.inf]]), torch.tensor(log_P)).tolist()
-    matrices = {"distinct_answers": ["14", "18"], "columns": [0, 2, 3]}
-    matrices |= {"log_W": log_W, "log_P": log_P}
-    lines = [
-        group(1, [R[0], 0.0, R[1], R[0]], "Ana has\n\n3 bags.", **matrices),
-        group(2, [1.0, 0.0, 0.0, 1.0], verdicts=["right", None, "wrong", "right"]),
-        group(2, [0.0, 0.0, 0.0, 0.0]),
-    ]
-    found = in_browser(
-        tmp_path,
-        f"""{SEEN} const good = {json.dumps(as_file(lines))}, said = [];
-        for (const text of [good, good.split("\\n")[0], '{{"step": 1\\n' + good, "a b c", ""]) {{
-          await look("samples.jsonl", text);
-          said.push([texts("say"), $("run").hidden]);
-        }}
-        await look("samples.jsonl", good);
-        const cer = table(), question = texts("question"), first = panel();
-        const style = getComputedStyle($("question")).whiteSpace;
-        press(3); const unanswered = panel();
-        $("part").value = 1; await $("part").oninput(); const next = panel(), rule = table();
-        $("group").value = 2; await $("group").oninput(); const exact = table();
-        const filters = {{}};
+    """Every sample opens, the posterior does not underflow, and the text follows the group."""
+    mixed = [(1 + R18) / 2, 0.0, R14 / 2, (1 + R18) / 2]  # Rule+CER, where CER prefers 18
+    lines = [group(1, R, **MATRICES), group(2, [1.0, 0.0, 0.0, 1.0], **SAID), group(2, [0.0] * 4)]
+    lines += [group(3, mixed, **SAID | MATRICES | {"distinct_answers": ["18", "14"]})]
+    lines += [group(3, [None, 0.0, None, None], correct=[True, False, False, True])]
+    A = [f"{a:+.3f}" for a in leave_one_out(torch.tensor(R))]
+    high, low = f"{R14:.3f}", f"{R18:.3f}"
+    rows = f"""sample|s1|s4|s3|R|A, P = π(a*|s,q)|0.368|0.135|0.007,
+        1: = 14|0.67|0.24|0.09|{high}|{A[0]}, 4: = 14|0.67|0.24|0.09|{high}|{A[3]},
+        3: 18|||1.00|{low}|{A[2]}, 2: (no answer)||||0.000|{A[1]}, terms|0.245|0.033|0.001|{high}"""
+    # For each filter the steps that are left (from 0), the first of them, and its groups.
+    filters = {"all": [2, 1, 1], "zero": [0, 2, 1], "ahead": [0, 3, 1], "wrong": [1, 2, 1]}
+    filters |= {"truncated": [2, 1, 1], "unanswered": [2, 1, 1]}
+    steps = f"""const panel = () => [text("whose"), text("solution")], found = {{}};
+        await look({as_file(lines)});
+        check("CER", table().map(tr => tr.join("|")), `{rows}`.split(/,\\s+/));
+        const wide = $("samples").parentNode, [name, , , , R] = $("samples").rows[2].cells;
+        wide.style.width = "220px"; wide.scrollLeft = 40;  // as on a phone
+        const [outer, left, right] = [wide, name, R].map(node => node.getBoundingClientRect());
+        check("stays", left.left - outer.left < 1 && outer.right - right.right > -1);
+        $("samples").rows[5].querySelector("button").click();
+        check("the last", panel(), ["Sample 2: (no answer) (truncated)", "I count the\\neggs and"]);
+        await set("part", 1); check("the next", panel()[0], "Sample 1: = 14");
+        await set("part", 2); check("Rule+CER", table()[0].slice(-4), ["CER", "R", "A", "verdict"]);
+        check("its CER and R", table()[4].slice(-4, -2), ["{high}", "{R14 / 2:.3f}"]);
+        await set("group", 2); check("no number", table()[1], ["1: = 14", "–", "–", "right"]);
         for (const {{value}} of $("filter").options) {{
           $("filter").value = value; await $("filter").onchange();
-          filters[value] = [$("part").max, texts("partout"), texts("groupsout")].join();
+          found[value] = [$("part").max, text("partout"), text("groupsout")].map(Number);
         }}
-        return {{said, cer, question, style, first, unanswered, next, rule, exact, filters}};""",
-    )
-    whole = "samples.jsonl: 3 groups in 2 steps."
-    assert found["said"][0] == [whole, False]
-    assert found["said"][1] == ["samples.jsonl: 1 group in 1 step.", False]
-    assert found["said"][2][0].startswith(f"{whole} 1 line left out (line 1: ")
-    assert found["said"][3][0].startswith("samples.jsonl is no samples.jsonl: line 1: ")
-    assert found["said"][4] == ["samples.jsonl is no samples.jsonl: it is empty.", True]
-
-    assert found["question"] == "Ana has\n\n3 bags.\n\na* = 14" and found["style"] == "pre-wrap"
-    assert found["first"] == ["Sample 1: = 14", lines[0]["texts"][0]]
-    assert found["unanswered"] == ["Sample 2: (no answer) (truncated)", lines[0]["texts"][1]]
-    assert found["next"] == ["Sample 1: = 14", lines[1]["texts"][0]]
-    assert found["cer"] == [
-        ["sample", "s1", "s4", "s3", "R"],
-        ["P = π(a*|s,q)", "0.368", "0.135", "0.007", ""],
-        ["1: = 14", "0.67", "0.24", "0.09", f"{R[0]:.3f}"],
-        ["4: = 14", "0.67", "0.24", "0.09", f"{R[0]:.3f}"],
-        ["3: 18", "", "", "1.00", f"{R[1]:.3f}"],
-        ["2: (no answer)", "", "", "", "0.000"],
-    ]
-    assert found["rule"][0] == ["sample", "verdict", "R"]
-    assert found["rule"][1:4:2] == [["1: = 14", "right", "1.000"], ["3: 18", "wrong", "0.000"]]
-    assert [row[0] for row in found["exact"]][-1] == "2: (no answer)"
-    # Steps that are left (from 0), the first of them, and its groups.
-    expected = {"all": "1,1,1", "zero": "0,2,1", "wrong": "0,2,1"}
-    assert found["filters"] == expected | {"truncated": "1,1,1", "unanswered": "1,1,1"}
+        check("filters", found, {json.dumps(filters)});"""
+    assert in_browser(tmp_path, steps) == []
 
 
-def test_look_at_an_evaluation(tmp_path):
-    """The samples of a question are one group, wherever they stand in the file."""
-    lines = [evaluation("math500", 0, "14", True), evaluation("amc23", 0, "9", False)]
-    lines += [evaluation("math500", 1, None, False), evaluation("math500", 0, "18", False)]
-    found = in_browser(
-        tmp_path,
-        f"""{SEEN} await look("samples.jsonl", {json.dumps(as_file(lines))});
-        const first = table(), said = texts("say"), part = texts("parttext") + texts("partout");
-        press(1); const wrong = panel();
-        $("group").value = 2; await $("group").oninput(); const second = [table(), panel()];
-        return {{first, said, part, wrong, second}};""",
-    )
-    assert found["said"] == "samples.jsonl: 3 groups in 2 data sets."
-    assert found["part"] == "data setmath500"
-    assert found["first"] == [["sample", "verdict"], ["1: = 14", "right"], ["2: 18", "wrong"]]
-    assert found["wrong"] == ["Sample 2: 18", "so 18"]
-    answered = "Sample 1: (no answer) (truncated)"
-    assert found["second"][0][1] == ["1: (no answer)", "wrong"]
-    assert found["second"][1] == [answered, "so None"]
+def test_the_files_of_both_scripts_open(script, tmp_path, finished_run):
+    """In an evaluation, the samples of a question are one group."""
+    flags = f"--model {finished_run}/checkpoints/step-4 --dataset toy-test --limit 2 --runs 3"
+    assert script(evaluate, f"{flags} --max-new-tokens 48 --out {tmp_path}/scores")[0] == 0
+    files = [(f / "samples.jsonl").read_text() for f in (finished_run, tmp_path / "scores")]
+    steps = f"""for (const file of {json.dumps(files)}) {{
+          await look(file); failed.push(text("say").split(" in ")[1], table().length);
+        }}"""
+    assert in_browser(tmp_path, steps) == ["4 steps.", 3 + 4, "1 data set.", 1 + 3]
 
 
-def test_the_reward_stays_in_sight_on_a_phone(tmp_path):
-    N = 16
-    line = group(1, [0.5] * N, distinct_answers=["a long answer, and longer"])
-    line |= {"texts": ["text"] * N, "answers": line["distinct_answers"] * N}
-    line |= {"truncated": [False] * N, "columns": list(range(N))}
-    line |= {"log_W": [[-1.0] * N], "log_P": [-1.0] * N}
-    found = in_browser(
-        tmp_path,
-        f"""{SEEN} await look("samples.jsonl", {json.dumps(as_file([line]))});
-        const wide = $("samples").parentNode, box = node => node.getBoundingClientRect();
-        wide.style.width = "390px";
-        const cells = [...[...$("samples").rows].at(-1).cells], name = cells[0], R = cells.at(-1);
-        return [0, 200, 9999].map(x => {{
-          wide.scrollLeft = x;
-          return [wide.scrollLeft, box(name).left - box(wide).left, box(wide).right - box(R).right,
-                  box(R).left - box(name).right];
-        }});""",
-    )
-    assert found[2][0] > found[1][0] > found[0][0] == 0  # there is something to scroll
-    for _, left, right, between in found:
-        assert abs(left) < 1 and abs(right) < 1 and between > 100
-
-
-def test_the_files_of_both_scripts_open(script, tmp_path, toy_model_dir):
-    code, _, err = script(train, f"--model {toy_model_dir} --out run {FAST}")
-    assert code == 0, err
-    flags = "--dataset toy-test --limit 2 --runs 3 --max-new-tokens 48 --out eval"
-    code, _, err = script(evaluate, f"--model {toy_model_dir} {flags}")
-    assert code == 0, err
-    groups = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
-    samples = (tmp_path / "eval/samples.jsonl").read_text()
-    found = in_browser(
-        tmp_path,
-        f"""{SEEN} await look("run", {json.dumps(as_file(groups))});
-        $("part").value = 1; await $("part").oninput();
-        const run = [texts("say"), table(), texts("question")];
-        await look("eval", {json.dumps(samples)});
-        return {{run, evaluation: [texts("say"), table().length]}};""",
-    )
-    say, table, question = found["run"]
-    assert say == "run: 4 groups in 2 steps." and question.startswith(groups[2]["question"])
-    assert len(table) == 2 + 4 and len(table[0]) == 2 + len(groups[2]["columns"])
-    assert float(table[2][-1]) == pytest.approx(max(groups[2]["R"]), abs=1e-3)
-    assert found["evaluation"] == ["eval: 2 groups in 1 data set.", 1 + 3]
-
-
-def test_learn_shows_what_its_presets_say(tmp_path):
-    claims = in_browser(
-        tmp_path,
-        """const shown = [];
-        for (let k = 0; k < CLAIMS.length; k++) {
-          await claim(k);
-          shown.push(Object.fromEntries(Object.entries(curves).map(([name, points]) => [name,
-            {early: points[25].pass.mean, slips: points[100].slip.mean, steps: points.length}])));
+def test_the_film(tmp_path):
+    """Without a film nothing is shown. With one, the slider chooses the frame of every run."""
+    assert in_browser(tmp_path, "check('hidden', $('movie').hidden); onresize();") == []
+    more = MATRICES | SAID | {"right": 0.5, "slip": 0.2, "samples": 8}
+    frames = [group(0, R, **more, forms=[0.1, 0.3]), group(5, R, **more, forms=[0.1, 0.7])]
+    film = {"watch": "Watch.", "question": "How many?", "reference": "14", "forms": ["14", "it is"]}
+    film["runs"] = [{"name": name, "frames": frames} for name in ("seed 2", "seed 3")]
+    steps = """check("shown", [$("movie").hidden, text("watch")], [false, "Watch."]);
+        for (const [k, ...expected] of [[0, "wrong", "0", "0.30"], [1, "wrong", "5", "0.70"]]) {
+          set("frame", k); check("the step", text("step"), expected[1]);
+          for (const {table, forms, curves} of takes) {
+            const cells = [table.rows[4].lastChild, forms.querySelector(".now"),
+              forms.rows[2].cells[k + 1]].map(cell => cell.textContent);
+            check("a frame", [...cells, curves.children.length], [...expected, 1]);
+          }
         }
-        return shown;""",
-    )
-    assert all(c["steps"] == 101 for rewards in claims for c in rewards.values())
-    follows, corrects, imitates, prefers, fixed = claims
-    assert abs(follows["cer"]["early"] - follows["perfect"]["early"]) < 0.01
-    assert follows["exact"]["early"] < follows["cer"]["early"] - 0.2
-    assert corrects["cer1"]["slips"] > 0.2 and corrects["cer"]["slips"] < 0.04
-    assert imitates["verifree"]["early"] > imitates["cer"]["early"] + 0.03
-    assert imitates["verifree"]["slips"] < imitates["cer"]["slips"]
-    assert prefers["exact"]["early"] < prefers["cer"]["early"] < prefers["perfect"]["early"] - 0.08
-    assert fixed["exact"]["early"] > fixed["cer"]["early"] + 0.05
+        const wide = [...document.querySelectorAll(".wide")];
+        check("a keyboard scrolls", wide.every(node => node.tabIndex === 0 && node.ariaLabel));"""
+    assert in_browser(tmp_path, steps, film) == []
+
+
+def test_learn_shows_what_its_claims_say(tmp_path):
+    """pass@1 after 25 steps, and the probability of a slip after 50."""
+    steps = """const pass = x => curves[x][25].pass.mean, slips = x => curves[x][50].slip.mean;
+        const shows = async (k, what) => { await claim(k, 50); check(CLAIMS[k][1], what()); };
+        await shows(0, () => Math.abs(pass("cer") - pass("perfect")) < .01);
+        check("exact match is slower", pass("exact") < pass("cer") - .2);
+        await shows(1, () => slips("cer1") > .2 && slips("cer") < .06);
+        await shows(2, () => pass("verifree") > pass("cer") + .03);
+        check("VeriFree's slips", slips("verifree") < slips("cer"));
+        await shows(3, () => pass("exact") < pass("cer") && pass("cer") < pass("perfect") - .08);
+        await shows(4, () => pass("exact") > pass("cer") + .05);"""
+    assert in_browser(tmp_path, steps) == []
 
 
 def test_learn_starts_in_sight_and_again_when_a_setting_changes(tmp_path):
-    """The same seed gives the same curve, the last settings win, and the page draws on the way."""
-    found = in_browser(
-        tmp_path,
-        """const before = learning, last = () => curves.exact.at(-1).pass.mean;
-        for (let k = 0; !learning; k++) {  // twice if the first frame was not drawn yet
-          scrollTo(0, k % 2 ? 0 : $("learn").offsetTop);
-          await new Promise(resolve => setTimeout(resolve, 100));
+    """The last settings win, the page draws on the way, and nothing below the charts moves. A
+    claim's text goes when a setting changes."""
+    steps = """const last = () => curves.exact.at(-1).pass.mean, top = $("look").offsetTop;
+        for (let k = 0; learning === 1; k++) {  // twice if the first frame was not drawn yet
+          scrollTo(0, k % 2 ? 0 : $("learn").offsetTop); await soon(100);
         }
-        let beats = 0;
-        const timer = setInterval(() => beats++, 5), set = (id, value) => { $(id).value = value; };
-        set("learn-forms", 4); await learn(); const first = last();
-        clearInterval(timer);
-        await learn(); const again = last();
-        set("seed", 2); await learn(); const other = last();
-        const old = learn(); set("learn-forms", 1); $("learn-forms").oninput(); await old;
-        while (curves.exact.length < 101) await new Promise(resolve => setTimeout(resolve, 20));
-        const rows = [...$("curves").rows].map(r => r.cells[0].textContent);
-        const lines = $("charts").querySelectorAll("polyline").length;
-        return {before, first, again, other, one_form: last(), lines, rows, beats};""",
-    )
-    assert found["before"] == 0 and found["first"] == found["again"] != found["other"]
-    # With one form exact match is a perfect verifier.
-    assert found["one_form"] > 0.98 > found["first"]
-    assert found["rows"] == ["", "exact match", "CER", "perfect verifier"]
-    assert found["lines"] == 5 + 2 * 3  # the grid; a band and a line for each reward
-    assert found["beats"] > 10  # times that the page could answer during one training
+        let beats = 0, timer = setInterval(() => beats++, 5);
+        $("learn-forms").value = 4; await learn(50); const four = last();
+        clearInterval(timer); check("the page answers while it trains", beats > 5);
+        check("nothing below moves", $("look").offsetTop, top);
+        const old = learn(); $("learn-forms").value = 1; await Promise.all([learn(50), old]);
+        check("one form makes exact match a perfect verifier",
+          [last(), four < last() - .02], [curves.perfect.at(-1).pass.mean, true]);
+        $("charts").style.width = "300px"; onresize(); const svg = $("charts").firstChild;
+        check("size", [svg.width.baseVal.value, style(svg.firstChild).fontSize], [300, "15px"]);
+        location.hash = "#learn/slips";
+        while (!$("charts").innerHTML.includes("stroke-dasharray: 9 6")) await soon();
+        const says = (...expected) =>
+          check("a claim", [$("learn-M").value, pressed("claims"), first("claim")], expected);
+        says("16", CLAIMS[1][1], CLAIMS[1][4]);
+        set("learn-N", 12); says("12", undefined, "These are your own settings.");
+        $("claims").children[2].click(); check("a link", location.hash, "#learn/verifree");"""
+    assert in_browser(tmp_path, steps) == []
 
 
-SETTINGS = [dict(forms=16, slip=0.0, N=8, M=8), dict(forms=8, slip=0.3, N=8, M=2)]
-SAME = {"exact": "exact match", "cer": "CER", "verifree": "VeriFree"}
-
-
-def test_learn_agrees_with_the_script(tmp_path, monkeypatch):
-    """50 seeds of the page and 100 of examples/two_tables.py: the difference of their final pass@1
-    lies in its 95% band."""
-    monkeypatch.syspath_prepend(PAGE.parents[1] / "examples")
-    import two_tables
-
-    settings = json.dumps([setting | {"skew": 0} for setting in SETTINGS])
-    found = in_browser(
-        tmp_path,
-        f"""const final = (name, setting) => {{
-          const runs = range(50).map(seed => train(name, setting, seed));
-          for (let step = 0; step < 100; step++) runs.forEach(run => run.next());
-          return runs.map(run => run.next().value.pass);
-        }};
-        return {settings}.map(one => {json.dumps(list(SAME))}.map(name => final(name, one)));""",
-    )
-    for setting, page in zip(SETTINGS, found):
-        for name, finals in zip(SAME.values(), page):
-            ours = torch.tensor(finals)
-            theirs = two_tables.train(name, seeds=100, **setting)[0][:, -1].detach()
-            error = (ours.var() / len(ours) + theirs.var() / len(theirs)).sqrt()
-            assert abs(ours.mean() - theirs.mean()) < 1.96 * error, (setting, name)
+def test_learn_agrees_with_the_script(tmp_path):
+    """50 seeds of the page and 100 of two_tables_figure.py: the difference of their pass@1 after
+    40 steps lies in its 95% band."""
+    setting = dict(forms=8, slip=0.3, skew=0.0, N=8, M=2)
+    names = {"exact": "exact match", "cer": "CER", "verifree": "VeriFree"}
+    steps = f"""const after = (run, k) => k ? (run.next(), after(run, k - 1)) : run.next().value;
+        return {json.dumps([*names])}.map(name => range(50).map(seed =>
+          after(train(name, {json.dumps(setting)}, seed), 40).pass));"""
+    for name, page in zip(names.values(), in_browser(tmp_path, steps)):
+        ours = torch.tensor(page)
+        theirs = two_tables_figure.train(name, seeds=100, steps=40, **setting)[0][:, -1].detach()
+        band = 1.96 * (ours.var() / 50 + theirs.var() / 100).sqrt()
+        assert abs(ours.mean() - theirs.mean()) < band, name
