@@ -167,7 +167,7 @@ def draw_seeds(axis, tables, key, over, smooth, label, **style):
     x_mean, mean = x.loc[whole].mean(axis=1), y.loc[whole].mean(axis=1)
     axis.plot(x_mean, mean, label=label, marker="o" if len(mean) == 1 else None, **style)
     if len(tables) > 1:
-        axis.plot(x.to_numpy(), y.to_numpy(), linewidth=0.5, alpha=0.5, **style)
+        axis.plot(x.to_numpy(), y.to_numpy(), linewidth=0.5, alpha=0.4, zorder=1, **style)
     elif f"{key}_stderr" in tables[0]:
         band = 1.96 * tables[0][f"{key}_stderr"][whole].astype(float)
         axis.fill_between(x_mean, mean - band, mean + band, alpha=0.2, color=style["color"])

@@ -21,6 +21,9 @@ from rloo import TrainingRow
 from rollout import to_group
 from tasks import data, toy
 
+STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+for number in STOPS[1:]:  # nohup, and a shell in the background, start pytest with these ignored
+    signal.signal(number, signal.default_int_handler)
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"  # real rows and the real Qwen3 tokenizer
@@ -66,7 +69,7 @@ def run_script(module, arguments):
     """Run a script in this process -> (exit code, stdout, stderr)."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in STOPS}
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", [module.__file__, *arguments.split()])
