@@ -20,16 +20,17 @@ Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi
 the s_j are samples of pi(s|q), the posterior over them is row i of W divided by its sum, D^-1 W.
 The expectation of pi(a*|s,q) under it is that row times P. With all N columns, a sample's own
 solution among them, the reward is unbiased at every N: E[ R_i | a_i = a ] = rho(a, a*), if every
-sample has an answer (docs/theory.md). The paper averages over M of the N solutions. If M < N, the
+box that opens closes (docs/theory.md). The paper averages over M of the N solutions. If M < N, the
 other entries of each row are masked (choose_solutions).
 
 A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
-similar reward. A wrong answer mostly comes from other solutions, and gets a small one. In
-expectation over the model's answers the reward equals that of exact match (Theorem 2): CER moves
-reward from the exact match to its paraphrases (and a little to wrong answers).
+similar reward. A wrong answer mostly comes from other solutions, and gets a small one. (After a
+right solution it can keep most of the reward.) In expectation over the model's answers the reward
+equals that of exact match (Theorem 2): CER moves reward from the exact match to other answers (in
+examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
 
-The file has three parts: the mathematics, pure functions of tensors; `rewards`, from the sampled
-tokens of one question to R; and W and P from a model. `python examples/by_hand.py` prints an
+The file has three parts: the mathematics, on tensors alone; `rewards`, from the sampled tokens of
+one question to R; and W and P from a model. `python examples/by_hand.py` prints an
 example that is small enough to check by hand.
 """
 
@@ -74,8 +75,9 @@ def choose_solutions(U, produced, M):
     For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
     the choice open; this one is that of the authors' code. If all answers shared the same M
     solutions, M = 1 would give them all the same reward, and every advantage would be 0. With this
-    choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the mean
-    reward is slightly biased, because the columns are no longer i.i.d. samples of the prior.
+    choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the choice
+    biases the reward, mostly that of a wrong answer and downwards (docs/theory.md), because the
+    columns then depend on the other answers.
     """
     own = torch.arange(U)[:, None] == torch.tensor(produced)  # [U, solutions]
     key = own + torch.rand(own.shape)  # in [1, 2) for own solutions, in [0, 1) for the others
@@ -98,15 +100,17 @@ class Matrices:
 def rewards(model, tokenizer, prompt, completions, reference, M=None):
     """CER of the N samples of one question -> (R [N], fp32, on the CPU; Matrices).
 
-    prompt: token ids. completions: N lists of token ids as they were sampled, never tokenised
-    again. Each answer is averaged over M of the solutions, or over all by default.
+    prompt: token ids. completions: N lists of token ids as they were sampled. Each answer is
+    averaged over M of the solutions, or over all by default.
 
     No gradient flows through R. A sample without a closed box gets reward 0 and has no row or
-    column. An empty box states no answer, so its reward is 0 unless the reference is empty. Its
-    column stays, since its solution is a sample of the prior like any other.
+    column. (If its box opened but did not close, leaving out its column biases the other rewards.)
+    An empty box states no answer, so its reward is 0 unless the reference is empty. Its column
+    stays, since its solution is a sample of the prior like any other.
 
-    model: see answer_logprobs. The samples must be the model's own, at temperature 1 without top-k
-    or top-p. Otherwise they are not samples of pi(s|q). Raises ValueError for other inputs.
+    model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
+    top-k or top-p, or they are no samples of pi(s|q). None of this is checked, and otherwise R is
+    wrong. Raises ValueError for inputs of another form.
     """
     check_inputs(prompt, completions, reference, M)
     boxes = [vocabulary(tokenizer).locate_answer(ids) for ids in completions]
@@ -156,8 +160,8 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     Theorem 2 would not hold. The brace often shares its token with the text before or after it
     (`}$`, `4}.`). So the score sums over the positions at which the token that closes the box can
     start. If `{14` has the tokens `{`, `1` and `4`, the closing token begins with `}` after `{14`,
-    with `4}` after `{1`, with `14}` after `{`, or with `{14}` right after the context. It may hold
-    any text after the brace. With t_1..t_k the tokens of "{14":
+    with `4}` after `{1`, with `14}` after `{`, or with `{14}` right after the context. Any text may
+    follow its brace. With t_1..t_k the tokens of "{14":
 
         log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
                  v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
@@ -168,8 +172,8 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     compares it with a real model's samples.
 
     Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
-    usually one more over all answers after each context (see read_answers). A naive scorer runs
-    len(contexts) x len(answers) full passes.
+    usually one more that reads all answers after each of its contexts (see read_answers). A naive
+    scorer runs len(contexts) x len(answers) full passes.
 
     model: a Hugging Face model in eval mode with sdpa attention over the whole context, whose
     logits are lm_head of the last hidden state (see engine.policy.check_model).
@@ -180,6 +184,7 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
+    # (u, tokens, closers) for every spelling of answer u
     spelled = [(u, *way) for u, answer in enumerate(answers) for way in spellings(vocab, answer)]
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
@@ -195,16 +200,17 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         out = model.base_model(input_ids=ids, use_cache=True)
         first = out.last_hidden_state[torch.arange(len(batch)), lengths - 1]  # predicts t_1  [n, H]
         for in_pass in passes:
-            ways = [spelled[k] for k in in_pass]
-            read = read_answers(model, [way[1] for way in ways], lengths, out.past_key_values)
-            for (u, tokens, closers), states in zip(ways, read):
+            answers_of_pass = [spelled[k] for k in in_pass]
+            token_lists = [tokens for _, tokens, _ in answers_of_pass]
+            read = read_answers(model, token_lists, lengths, out.past_key_values)
+            for (u, tokens, closers), states in zip(answers_of_pass, read):
                 states = torch.cat([first[:, None], states], dim=1)  # [n, k + 1, H]
                 log_pi = log_finished(model.lm_head, states, tokens, closers)
                 scores[u, batch] = scores[u, batch].logaddexp(log_pi)
     return scores
 
 
-def read_answers(model, spelled, lengths, cache):
+def read_answers(model, token_lists, lengths, cache):
     r"""One pass over the answers (lists of token ids, T tokens in all) after each of n contexts,
     whose keys and values are in the cache -> the last hidden states [n, k, H] of each answer.
 
@@ -225,8 +231,8 @@ def read_answers(model, spelled, lengths, cache):
     """
     n, C = len(lengths), cache.get_seq_length()
     device = lengths.device
-    sizes = [len(tokens) for tokens in spelled]
-    tokens = torch.tensor([t for tokens in spelled for t in tokens], device=device)  # [T]
+    sizes = [len(tokens) for tokens in token_lists]
+    tokens = torch.tensor([t for tokens in token_lists for t in tokens], device=device)  # [T]
     answer_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)  # [T]
     depth = torch.cat([torch.arange(k, device=device) for k in sizes])  # in its answer  [T]
     in_context = torch.arange(C, device=device) < lengths[:, None]  # [n, C]
@@ -246,8 +252,8 @@ def read_answers(model, spelled, lengths, cache):
 
 def spellings(vocab, answer):
     """The ways in which the tokenizer spells "{answer}" -> list of (t_1..t_k, closers): closers[i]
-    are the tokens that close the box after t_1..t_i, for i = 0..k. Where both ways begin alike,
-    only the first has closers, so that nothing counts twice."""
+    are the tokens that close the box after t_1..t_i, for i = 0..k. What both ways begin with has
+    closers only in the first way, so nothing counts twice."""
     without_brace, with_brace = (vocab.encode("{" + answer + brace) for brace in ("", "}"))
     text, ways, seen = vocab.join(without_brace) + b"}", [], set()
     for tokens in without_brace, with_brace[:-1]:  # the last token holds the brace
@@ -265,12 +271,12 @@ def spellings(vocab, answer):
 def log_finished(lm_head, states, tokens, closers):
     """The sum over all ways to close the box, as in answer_logprobs. states [n, k + 1, H]: the last
     hidden states after t_1..t_i, i = 0..k -> log pi [n]."""
-    ways, so_far = [], torch.zeros(len(states), dtype=torch.double, device=states.device)
+    log_ways, so_far = [], torch.zeros(len(states), dtype=torch.double, device=states.device)
     at_once = max(1, LOGITS_AT_ONCE // len(states))  # positions whose logits are held at a time
     for part in states.split(at_once, dim=1):
         for logp in lm_head(part).float().log_softmax(-1).unbind(1):  # after t_1..t_i  [n, V]
-            i = len(ways)
-            ways.append(so_far.float() + logp[:, closers[i]].logsumexp(1))
+            i = len(log_ways)
+            log_ways.append(so_far.float() + logp[:, closers[i]].logsumexp(1))
             if i < len(tokens):
                 so_far = so_far + logp[:, tokens[i]]
-    return torch.stack(ways).logsumexp(0)
+    return torch.stack(log_ways).logsumexp(0)

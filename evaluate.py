@@ -74,8 +74,12 @@ def saved_results(args):
         return {}
     report = json.loads(path.read_text())
     other = f"--out {args.out} holds an evaluation with other flags: choose a new directory"
-    cli.require(report["args"] == vars(args), other)
+    cli.require(report["flags"] == flags_of(args), other)
     return report["results"]
+
+
+def flags_of(args):
+    return {name: value for name, value in vars(args).items() if name != "out"}
 
 
 def main():
@@ -110,7 +114,7 @@ def main():
             model, tokenizer, problems, runs, args.max_new_tokens, args.seed, **sampling
         )
         if dist.get_rank() == 0:  # save now, since the next data set may take hours
-            report = {"args": vars(args), "results": results}
+            report = {"flags": flags_of(args), "results": results}
             write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
             cli.MADE.clear()
             append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])

@@ -2,8 +2,8 @@
 
 A reward function takes the groups of a step and returns R [B, N], in [0, 1], and for each group a
 record for samples.jsonl, with CER's matrices or a verifier's verdicts. It declares the keyword
-arguments that it needs (actor, tokenizer, M, verifier) and ignores the others. A sample without an
-answer (no closed box) gets reward 0 from every reward function.
+arguments that it needs (actor, tokenizer, M, verifier_model) and ignores the others. A sample
+without an answer (no closed box) gets reward 0 from every reward function.
 """
 
 import re
@@ -20,12 +20,11 @@ def conditional_expectation(groups, *, actor, tokenizer, M, **_):
     """Conditional Expectation Reward, R = D^-1 W P (Eq. 8). The actor itself is the judge."""
     R, records = [], []
     for group in progress("reward", groups, unit="question"):
-        a_star = group.problem.reference
-        samples = group.prompt, group.completions
-        R_group, matrices = cer.rewards(actor, tokenizer, *samples, a_star, M)
+        prompt, a_star = group.prompt, group.problem.reference
+        R_group, matrices = cer.rewards(actor, tokenizer, prompt, group.completions, a_star, M)
         R.append(R_group)
-        found = vars(matrices).items()
-        records.append({name: x.tolist() if torch.is_tensor(x) else x for name, x in found})
+        log_W, log_P = matrices.log_W.tolist(), matrices.log_P.tolist()
+        records.append(vars(matrices) | {"log_W": log_W, "log_P": log_P})
     return torch.stack(R), records
 
 
@@ -58,13 +57,13 @@ def verifree(groups, *, actor, tokenizer, **_):
     return R, [{} for _ in groups]
 
 
-def general_verifier(groups, *, verifier, **_):
+def general_verifier(groups, *, verifier_model, **_):
     """1 where another language model judges the answer equal to the reference. It is asked once for
-    each distinct (problem, answer) of the groups, all together."""
-    pairs = [(group.problem, a) for group in groups for a in group.answers if a is not None]
+    each distinct (problem, answer) of the groups, all together. An empty box is wrong."""
+    pairs = [(group.problem, answer) for group in groups for answer in group.answers if answer]
     distinct = list(dict.fromkeys(pairs))
-    said = dict(zip(distinct, ask(verifier, distinct)))
-    return by_verdict(groups, lambda problem, answer: said[problem, answer])
+    said = dict(zip(distinct, ask(verifier_model, distinct)))
+    return by_verdict(groups, lambda problem, answer: said.get((problem, answer), "wrong"))
 
 
 def as_rewards(right):
@@ -72,15 +71,15 @@ def as_rewards(right):
     return torch.tensor(right, dtype=torch.float32), [{} for _ in right]
 
 
-def by_verdict(groups, verdict):
-    """verdict(problem, answer) -> R [B, N], 1 where it is "right", and the verdicts as records. It
+def by_verdict(groups, judge):
+    """judge(problem, answer) -> R [B, N], 1 where it says "right", and the verdicts as records. It
     is asked once for each distinct answer of a group. No answer has the verdict None."""
     verdicts = []
     for group in groups:
         said = {None: None}
         for answer in group.answers:
             if answer not in said:
-                said[answer] = verdict(group.problem, answer)
+                said[answer] = judge(group.problem, answer)
         verdicts.append([said[answer] for answer in group.answers])
     R, _ = as_rewards([[one == "right" for one in of_group] for of_group in verdicts])
     return R, [{"verdicts": of_group} for of_group in verdicts]
@@ -126,10 +125,10 @@ If the student's answer is correct, output "Final Decision: Yes". If the student
 incorrect, output "Final Decision: No". Assistant:"""
 
 
-def ask(verifier, pairs):
+def ask(verifier_model, pairs):
     """(problem, answer) pairs -> the verdict on each, "right", "wrong" or "undecided", by greedy
-    decoding. verifier: (model, tokenizer)."""
-    model, tokenizer = verifier
+    decoding. verifier_model: (model, tokenizer)."""
+    model, tokenizer = verifier_model
     texts = [
         VERIFIER_PROMPT.format(question=p.question, reference=p.reference, answer=answer)
         for p, answer in pairs

@@ -3,7 +3,8 @@
 The baseline of a sample is the mean reward of the other samples of its question. There is one
 update per batch, on the weights that sampled it, so the importance ratio pi_theta / pi_old is 1 (up
 to rounding). Hence there are no old log-probabilities and no clipping, and the gradient of the loss
--A log pi is minus the policy gradient, with nothing left out.
+-A log pi is minus the policy gradient for constant rewards. That CER's R depends on the weights is
+left out (docs/theory.md).
 """
 
 import math
@@ -40,7 +41,7 @@ class TrainingRow:
     """One sample as the loss sees it, -sum(weights * log pi(ids)), with one weight per token."""
 
     ids: list[int]
-    weights: list[float]
+    weights: list[float]  # 0: left out of the loss
 
 
 def rloo_rows(group, R, A, tokenizer):
@@ -89,8 +90,9 @@ def policy_gradient_loss(logprobs, weights):
 
 def update(policy, optimizer, rows, lr, microbatch_tokens):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
-    If the gradient is not finite, no weight changes."""
-    world, samples = dist.get_world_size(), len(rows)
+    The gradient norm is clipped to 1. If the gradient is not finite, no weight changes."""
+    world = dist.get_world_size()
+    samples = len(rows)  # the loss is a mean over all of them, also those dropped below
     # A row whose weights are all 0 has no gradient. If every row is like that, keep one, so that
     # the optimizer still takes its momentum step.
     rows = [row for row in rows if any(row.weights)] or rows[:1]

@@ -1,5 +1,5 @@
-"""One question: its prompt, its N samples, and each sample cut into solution and answer. Nothing
-here depends on the reward.
+"""Prompts, N samples for each question, and each sample cut into solution and answer. Nothing here
+depends on the reward.
 """
 
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ def sample(model, tokenizer, problems, N, max_new_tokens, **settings):
     groups = []
     for k, (problem, prompt) in enumerate(zip(problems, prompts)):
         own = slice(k * N, (k + 1) * N)
-        of_group = completions[own], entropies and entropies[own]
-        groups.append(to_group(tokenizer, stops, problem, prompt, *of_group))
+        of_group = entropies[own] if entropies else None
+        groups.append(to_group(tokenizer, stops, problem, prompt, completions[own], of_group))
     return groups
 
 

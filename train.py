@@ -38,23 +38,26 @@ def main():
     problems = load_problems(args.dataset, verifier=args.verifier)
     test = (args.eval_dataset, args.eval_limit, args.verifier)
     held_out = load_problems(*test) if args.eval_dataset else []
-    model = args.model or toy.make_model(out / "warm-start", args)
-    problems, longest_row = without_long_prompts(problems, load_tokenizer(model), args)
+    model_path = args.model or toy.make_model(out / "warm-start", args)
+    problems, longest_row = without_long_prompts(problems, load_tokenizer(model_path), args)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, problems, last_step)
 
     # The actor samples and scores. The policy is trained, and copied to the actor after each step.
-    actor, tokenizer = load(model, device)
-    asks = args.reward == "general-verifier"
-    verifier = load(args.verifier_model, device, check=False) if asks else None
-    policy, optimizer, microbatch_tokens, memory = make_policy(model, actor, longest_row, out, args)
+    actor, tokenizer = load(model_path, device)
+    inputs = {"actor": actor, "tokenizer": tokenizer, "M": args.m}  # of the reward functions
+    if args.reward == "general-verifier":
+        inputs["verifier_model"] = load(args.verifier_model, device, check=False)
+    made = make_policy(model_path, actor, longest_row, out, args)
+    policy, optimizer, microbatch_tokens, memory = made
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
     copy_weights(policy, actor)
 
     training_rows = verifree_rows if args.reward == "verifree" else rloo_rows
     shown = in_epochs(problems, last_step * args.questions, args.seed)
-    log, stop = RunLog(out, args, fingerprint(problems), first_step, last_step), Stop()
+    log = RunLog(out, args, fingerprint(problems), first_step, last_step)
+    stop = Stop()
     log.header(actor, problems, memory)
     if held_out and (first_step - 1) % args.eval_every == 0 and not log.has_evaluation():
         log.evaluated(evaluation(actor, tokenizer, held_out, args))
@@ -69,15 +72,14 @@ def main():
         log.lap("sample")
 
         # 2. Reward: R [B, N]. No gradient flows through it.
-        models = {"actor": actor, "tokenizer": tokenizer, "M": args.m, "verifier": verifier}
-        R, records = compute_rewards(args.reward, groups, **models)
+        R, records = compute_rewards(args.reward, groups, **inputs)
         log.lap("reward")
 
         # 3. Leave-one-out: from each reward subtract the mean of the others in its group. A [B, N].
         A = leave_one_out(R)
 
         # 4. Update: one optimizer step on the samples of all ranks.
-        rows = [row for each in zip(groups, R, A) for row in training_rows(*each, tokenizer)]
+        rows = [row for g, r, a in zip(groups, R, A) for row in training_rows(g, r, a, tokenizer)]
         lr = learning_rate(step, last_step, args)
         loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, microbatch_tokens)
         copy_weights(policy, actor)
@@ -94,9 +96,9 @@ def main():
         if stopping:
             break
 
-    if stop.skipped == 3:
-        weights = f"start a new run with --model {out}/checkpoints/step-{step} --lr LOWER"
-        raise InputError(f"the gradient was not finite in steps {step - 2} to {step}: {weights}")
+    if stop.diverged:
+        advice = f"start a new run with --model {out}/checkpoints/step-{step} --lr LOWER"
+        raise InputError(f"the gradient was not finite in steps {step - 2} to {step}: {advice}")
     dist.destroy_process_group()
     if step < last_step:
         resume = shlex.join(["python", "train.py", "--resume", "--out", str(out)])
@@ -139,7 +141,7 @@ def without_long_prompts(problems, tokenizer, args):
         cli.say(f"left out {left_out} of {len(problems)} prompts over {limit} tokens")
     longest = max(size for size in sizes if size <= limit) + args.max_new_tokens
     if args.reward == "verifree":  # it teaches the reference after the solution
-        longest += max(len(tokenizer.encode(problem.reference)) for problem in kept)
+        longest += max(len(tokenizer.encode(f"{{{p.reference}}}")) for p in kept)
     return kept, longest
 
 

@@ -51,12 +51,12 @@ def main():
     require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
     shown = iter(in_epochs(pairs, steps * args.batch, args.seed))
     stopping = Stop()
-    loss = supervise(model, shown, steps, args.batch, args.lr, stop, lambda: stopping.signal)
+    loss = supervise(model, shown, steps, args.batch, args.lr, stop, lambda: stopping.received)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
     train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])
     print(f"final loss {loss:.3f}; train with: {train}")
-    return 128 + stopping.signal if stopping.signal else 0
+    return 128 + stopping.received if stopping.received else 0
 
 
 def read_demonstrations(path):

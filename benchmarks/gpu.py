@@ -152,7 +152,7 @@ def updating(model, tokenizer, length, repeats, rows=16):
     """Time one optimizer step of the sharded fp32 policy, also as a share of the rate of a large
     matrix product. What the backward pass recomputes is not counted."""
     tokens, config, on_gpu = round(1.15 * length), model.config, model.device.type == "cuda"
-    trained = policy.Policy(copy.deepcopy(model))
+    trained = policy.Policy(copy.deepcopy(model).float())
     batch = [TrainingRow([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=on_gpu)
     update(trained, optimizer, batch[:1], 1e-6, 16384)  # warm-up

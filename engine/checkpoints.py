@@ -33,7 +33,7 @@ def check_resumed(out, problems, last_step):
     require(before == now, f"--resume: the data has changed ({before} before, {now} now)")
     done = max([step for step, _ in checkpoints(out)], default=0)
     complete = f"the run in {out} has completed {done} steps: a larger --steps would extend it"
-    require(done < last_step, complete)
+    require(done < last_step, f"{complete}, unless its learning rate decays")
     say(f"resuming after step {done}")
 
 

@@ -21,7 +21,7 @@ class InputError(Exception):
     would be right. run_script prints it and exits with code 2."""
 
 
-MADE = []  # directories made by this attempt, until it is sure to run
+MADE = []  # the run's directory and its parents, if this attempt made them, until it is sure to run
 
 
 def require(condition, message):
@@ -54,8 +54,11 @@ def run_script(main):
         # they sleep. A rank that is still alive after 8 s failed alone and prints the error itself.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(8)
-    for directory in MADE:
+    for directory in MADE[:1]:
         shutil.rmtree(directory, ignore_errors=True)
+    for parent in MADE[1:]:
+        with contextlib.suppress(OSError):  # another run may have begun in it
+            parent.rmdir()
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 

@@ -59,7 +59,7 @@ def to_jsonl(rows):
 
 def lock(directory):
     """Make a directory, and lock it against other processes until this one ends."""
-    MADE.extend([path for path in [*directory.parents[::-1], directory] if not path.exists()][:1])
+    MADE[:] = [path for path in [directory, *directory.parents] if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT)  # never closed
     try:

@@ -74,9 +74,9 @@ def from_pretrained(auto_class, name_or_dir, **options):
 
 def reset_generation_config(model, tokenizer):
     """Drop the hub's generation settings (top-k 20, penalties), which generate() would merge into
-    ours, and set model.spelled_ids. Embeddings are often padded past the vocabulary. Ids from
-    spelled_ids on are never sampled. (A trained model gives them next to no probability, so scoring
-    leaves them in the softmax.)"""
+    ours, and set model.tokenizer_size. Embeddings are often padded past the vocabulary. Ids from
+    tokenizer_size on are never sampled. (A trained model gives them next to no probability, so
+    scoring leaves them in the softmax.)"""
     stops = model.generation_config.eos_token_id or []
     stops = {*([stops] if isinstance(stops, int) else stops), tokenizer.eos_token_id}
     stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
@@ -84,7 +84,7 @@ def reset_generation_config(model, tokenizer):
     require(stops, "neither the model nor the tokenizer has an end-of-text token")
     # pad_token_id is only padding: a completion ends at its first stop.
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])
-    model.spelled_ids = len(tokenizer)
+    model.tokenizer_size = len(tokenizer)
 
 
 @torch.no_grad()

@@ -178,8 +178,9 @@ class RunLog:
         """Write and print an evaluation of the weights that this process starts from."""
         step = self.first_step - 1
         if is_rank_0():
-            *before, line = self.before or [{"step": step}]
-            write_atomically(self.out / "metrics.jsonl", to_jsonl([*before, line | numbers]))
+            lines = self.before or [{"step": step}]
+            lines[-1] |= numbers
+            write_atomically(self.out / "metrics.jsonl", to_jsonl(lines))
         say(f"{f'after step {step}' if step else 'before training'}  {one_line(numbers)}")
 
     def start(self):

@@ -79,13 +79,13 @@ def memory_needed(actor, tokens, cpu_offload, ranks):
 
 def check_host(actor, out, cpu_offload, checkpoints):
     """Check that the host's memory and the disk will do -> a line for the log. checkpoints: how
-    many are on the disk at a time, at most."""
+    many more are on the disk at a time, at most."""
     parameters = sum(p.numel() for p in actor.parameters())
     GB, ranks_here = 1e9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = checkpoints * (12 + actor.dtype.itemsize) * parameters / GB
     disk = shutil.disk_usage(out).free / GB
-    line = f"{checkpoints} checkpoints take {wanted:.3g} of the {disk:.3g} GB of free disk"
-    require(wanted < disk, f"--out {out}: {line}: use a smaller --keep or a larger --save-every")
+    line = f"{checkpoints} more checkpoints take {wanted:.3g} of the {disk:.3g} GB of free disk"
+    require(wanted < disk, f"--out {out}: {line}: use a smaller --keep")
     if not torch.cuda.is_available():
         return line  # plan_memory has looked at the host's memory
     # Every rank loads the weights, in bf16, before they are sharded. Pinned memory comes in powers

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from engine.files import checkpoints
 from engine.load import load_model
 from engine.memory import check_host, plan_memory
 from engine.tokens import LOGITS_AT_ONCE
@@ -23,7 +24,7 @@ def make_policy(model, actor, longest_row, out, args):
     """-> the policy, Adam, how many tokens fit in a micro-batch, and lines that say what fits."""
     wanted = args.microbatch_tokens, args.cpu_offload
     microbatch_tokens, offload, memory = plan_memory(actor, longest_row, *wanted)
-    host = check_host(actor, out, offload, args.keep + 1)
+    host = check_host(actor, out, offload, max(1, args.keep + 1 - len(checkpoints(out))))
     policy = Policy(load_model(model, "cpu", "auto"), offload)
     # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
     fused = actor.device.type == "cuda"

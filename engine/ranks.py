@@ -60,14 +60,15 @@ class Stop:
     not in the first seconds, since torchrun and SLURM may both pass on the same one."""
 
     def __init__(self):
-        self.signal = self.skipped = 0  # the signal received; updates skipped in a row
+        self.received = self.signal = 0  # the signal of this rank, and of any rank after a step
+        self.skipped = 0  # updates in a row
         for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.request)
 
     def request(self, number, frame):
-        if not self.signal:
-            self.signal, self.since = number, time.monotonic()
+        if not self.received:
+            self.received, self.since = number, time.monotonic()
             say(
                 f"{signal.Signals(number).name}: stopping after this step. A second one, after "
                 f"{PATIENCE} seconds, ends the run at once, and what this step has done is lost"
@@ -78,6 +79,7 @@ class Stop:
 
     def after(self, grad_norm):
         """Whether the run stops after this step. All ranks call this together."""
-        self.signal = max(all_gather([self.signal]))
+        self.signal = max(all_gather([self.received]))
         self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
-        return bool(self.signal) or self.skipped == 3
+        self.diverged = self.skipped == 3
+        return bool(self.signal) or self.diverged

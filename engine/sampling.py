@@ -23,13 +23,13 @@ class Probe(LogitsProcessor):
     """Suppresses the ids beyond the tokenizer, records the entropy of each step, and counts on the
     progress bar."""
 
-    def __init__(self, spelled_ids, bar):
-        self.spelled_ids, self.bar = spelled_ids, bar
+    def __init__(self, tokenizer_size, bar):
+        self.tokenizer_size, self.bar = tokenizer_size, bar
         self.entropies = []  # [rows] each, in nats
 
     def __call__(self, ids, logits):
         # generate()'s own suppress_tokens takes a list, and sorts the vocabulary at every step.
-        logits[:, self.spelled_ids :] = -torch.inf
+        logits[:, self.tokenizer_size :] = -torch.inf
         logp = logits.float().log_softmax(-1)
         self.entropies.append(-(logp.exp() * logp.clamp_min(-1e9)).sum(-1))  # 0 * -inf is nan
         self.bar.update(len(logits))
@@ -41,8 +41,8 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     its first stop token; for each the mean entropy of the next token under the model, in nats).
     A completion ends early where the model has no more positions. settings: see sampling_config.
 
-    This function is all that the program knows of sampling. Another sampler takes its place. It may
-    return None for the entropies.
+    Another sampler would replace this function, and get new weights where copy_weights sets the
+    actor's and a seed where seed_everything sets torch's. It may return None for the entropies.
 
     model.generate() runs in pieces of a few hundred tokens. The batch of a piece is made of the
     shortest unfinished rows, as many as fit in memory. So finished rows do not stay in memory until
@@ -81,7 +81,7 @@ def extend(model, so_far, tokens, bar, settings):
     entropy of the model's distribution. Whatever follows a stop token is padding."""
     ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
     mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
-    probe = Probe(model.spelled_ids, bar)
+    probe = Probe(model.tokenizer_size, bar)
     # A static cache is written in place. The default one is copied whole at every token. Under
     # generate()'s own compilation the keys of grouped queries would be repeated for all heads.
     cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)

@@ -113,14 +113,15 @@ def to_problem(row, verifier):
     if type(reference) in (int, float) and reference == reference:  # neither a bool nor nan
         reference = str(reference)
     source = row.get("solution") if reference in (None, "") else reference
-    if found := is_text(source) and split_answer(source):
+    found = is_text(source) and split_answer(source)
+    if found and (source != reference or source.strip() == rf"\boxed{{{found[1]}}}"):
         reference = found[1]
     if not is_text(question):
         raise ValueError("no question (`question` or `problem`)")
     if not is_text(reference):
         raise ValueError("no reference (`answer`, or `solution` with a box)")
     if split_answer(rf"\boxed{{{reference}}}") != (len(r"\boxed"), reference):
-        raise ValueError(f"the reference {reference!r} cannot be boxed: its braces do not match")
+        raise ValueError(f"the reference {reference!r} cannot be boxed: check its braces")
     verifier = row.get("verifier") or ("letter" if options else verifier)
     if verifier not in VERIFIERS:
         raise ValueError(f"the verifier {verifier!r} is not one of {', '.join(VERIFIERS)}")

@@ -25,20 +25,18 @@ from engine.tokens import pad, vocabulary
 def naive_logprobs(model, tokenizer, contexts, answer):
     """The definition: a full forward pass over each context and each spelling of the answer after
     it, and the whole vocabulary searched for the tokens that finish it."""
-    table, encode = vocabulary(tokenizer).bytes, vocabulary(tokenizer).encode
-    finished = ("{" + answer + "}").encode()
+    table, finished = vocabulary(tokenizer).bytes, ("{" + answer + "}").encode()
+    without_brace = tokenizer.encode("{" + answer, add_special_tokens=False)
+    with_brace = tokenizer.encode("{" + answer + "}", add_special_tokens=False)[:-1]
+    ways = {tuple(path[:i]) for path in (without_brace, with_brace) for i in range(99)}
     result = []
-    for context in contexts:
-        ways = {}  # the tokens before the one that closes the box -> log pi of this way
-        for path in encode("{" + answer), encode("{" + answer + "}")[:-1]:
-            logp = naive_forward(model, context + path)[len(context) - 1 :]  # [k + 1, V]
-            so_far = [0.0, *logp[range(len(path)), path].cumsum(0)]
-            for i in range(len(path) + 1):
-                missing = finished[len(b"".join(table[t] for t in path[:i])) :]
-                closers = [v for v, piece in enumerate(table) if piece.startswith(missing)]
-                ways[tuple(path[:i])] = so_far[i] + logp[i, closers].exp().sum().log()
-        result.append(torch.stack([*ways.values()]).logsumexp(0))
-    return torch.stack(result)
+    for way in ways:  # the tokens before the one that closes the box, k of them
+        missing = finished[len(b"".join(table[t] for t in way)) :]
+        closers = [v for v, piece in enumerate(table) if piece.startswith(missing)]
+        logp = [naive_forward(model, context + list(way))[-len(way) - 1 :] for context in contexts]
+        of_way = torch.stack(logp)[:, range(len(way)), way].sum(1)  # [contexts]
+        result.append(of_way + torch.stack(logp)[:, -1, closers].exp().sum(1).log())
+    return torch.stack(result).logsumexp(0)
 
 
 ANSWERS = ["14", "1", r"\frac{1}{2}", r"(-\infty, 3]", " 14 ", "", "größer als 5 µm", "日本 🙂"]

@@ -40,8 +40,12 @@ def test_every_command_names_real_scripts_and_flags(monkeypatch, capsys, name, f
 
 def test_every_file_that_is_linked_or_listed_is_there():
     for page in PAGES:
-        for path in re.findall(r"\]\(((?!http)[^)#]*)", page.read_text()):
-            assert (page.parent / path).exists(), (page.name, path)
+        for path, anchor in re.findall(r"\]\(((?!http)[^)#]*)#?([^)]*)", page.read_text()):
+            linked = page.parent / path if path else page
+            assert linked.exists(), (page.name, path)
+            headings = re.findall("^#+ (.*)", linked.read_text(), re.M) if anchor else []
+            slugs = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings]
+            assert anchor in ["", *slugs], (page.name, path, anchor)
     listed = PAGES[0].read_text().split("**Read in this order**")[1].split("## The reward")[0]
     for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/[a-z]*.py"), *ROOT.glob("tasks/[a-z]*.py")]:
         assert f"`{path.name}`" in listed, path

@@ -107,7 +107,7 @@ def rewards_by_definition(model, tokenizer, group, a_star):
 def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, a_star):
     model, rng, asked = tiny_model(len(tokenizer)), random.Random(a_star), []
 
-    def ask(verifier, pairs):
+    def ask(verifier_model, pairs):
         asked.extend(pairs)
         return ["right" if "14" in answer else "undecided" for _, answer in pairs]
 
@@ -116,13 +116,13 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
     groups = [group_of(tokenizer, of_group, a_star) for of_group in texts]
     R = {}
     for name, function in REWARDS.items():
-        R[name], _ = function(groups, actor=model, tokenizer=tokenizer, M=6, verifier=None)
+        R[name], _ = function(groups, actor=model, tokenizer=tokenizer, M=6, verifier_model=None)
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
         for i, expected in enumerate(rewards_by_definition(model, tokenizer, group, a_star)):
             received = {name: R[name][k, i].item() for name in REWARDS}
             assert received == pytest.approx(expected, rel=2e-3), group.texts[i]
-    given = {answer for group in groups for answer in group.answers} - {None}
+    given = {answer for group in groups for answer in group.answers} - {None, ""}
     assert sorted(answer for _, answer in asked) == sorted(given) and len(given) > 4  # once each
 
 
