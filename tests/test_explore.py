@@ -52,7 +52,7 @@ def in_browser(folder, steps, film=None):
 def test_its_mathematics_is_ours(tmp_path):
     prior, likelihood = finite_distribution()
     log_W, log_P = torch.randn(5, 4).double() * 300, -torch.rand(4).double()
-    log_W[1], log_W[2, :2] = -torch.inf, -torch.inf
+    log_W[0], log_W[1], log_W[2, :2] = log_W[0] / 300, -torch.inf, -torch.inf
     W = json.dumps(log_W.tolist()).replace("-Infinity", "-1/0")
     steps = f"""const R = cer({W}, {log_P.tolist()}), prior = {prior.tolist()};
         return [exactCer(prior, {likelihood.tolist()}).rho, R, leaveOneOut(R)];"""
