@@ -66,12 +66,13 @@ def load_problems(name_or_path, limit=None, verifier=None):
         except ValueError as reason:
             left_out.append(f"row {number}: {reason}")
     reasons = f"{name}: left out {len(left_out)} of {len(rows)} rows ({'; '.join(left_out[:3])})"
-    require(problems, f"{reasons}: no row is left" if rows else f"{name} has no rows")
+    require(rows, f"{name} has no rows")
+    require(problems, f"{reasons}. None is left; the columns are {', '.join(rows[0])}")
     if left_out:
         say(reasons)
     blank = sum(problem.reference != problem.reference.strip() for problem in problems)
     if blank:
-        say(f"{name}: {blank} references begin or end with whitespace, which is part of a*")
+        say(f"{name}: references with whitespace at an end, which is part of a*: {blank}")
     return problems[:limit]
 
 

@@ -39,7 +39,7 @@ def test_references_that_cannot_be_boxed(tmp_path, capsys):
     assert [problem.reference for problem in problems] == ["3", " 14 ", r"\{1\}"]
     said = capsys.readouterr().err
     assert "left out 2 of 5 rows (row 1: the reference 'cold}' cannot be boxed" in said
-    assert "1 references begin or end with whitespace" in said
+    assert "references with whitespace at an end, which is part of a*: 1" in said
     with_byte_order_mark = "\ufeff" + json.dumps({"split": "train", "data": rows})
     (tmp_path / "rows.json").write_text(with_byte_order_mark)
     assert data.load_problems(tmp_path / "rows.json") == problems

@@ -154,7 +154,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (
         train,
         "--dataset columns.jsonl",
-        r"left out 1 of 1 rows \(row 1: no question .*no row is left",
+        r"left out 1 of 1 rows \(row 1: no question .*columns are prompt",
     ),
     (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
