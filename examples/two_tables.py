@@ -79,7 +79,7 @@ for reward in "exact match", "CER", "perfect verifier":
 
 # %% Two groups in full. Row i and column i belong to sample i. A slip, that is, a wrong answer
 # where column i has solution 0, gets little if other columns lead to its value. Otherwise it gets
-# much of what a right answer receives. The first kind is common before training, the second after it.
+# much of what a right answer gets. The first kind is common before training, the second after it.
 for when, (theta, phi) in {"before": policy(), "after": train("CER", seed=6)[1:]}.items():
     s, a, W, P, R, A = group("CER", theta, phi, a_star=2)
     print(f"\nA group {when} training with CER. a* is 0c.")
