@@ -87,8 +87,10 @@ def by_verdict(groups, judge):
 
 def compute_rewards(name, groups, **models):
     """The reward of this name, checked -> R [B, N] and B records."""
-    R, records = REWARDS[name](groups, **models)
     shape, returns = (len(groups), len(groups[0].answers)), f"the reward {name!r} must return"
+    returned = REWARDS[name](groups, **models)
+    require(type(returned) is tuple and len(returned) == 2, f"{returns} a pair, R and records")
+    R, records = returned
     finite = torch.is_tensor(R) and R.shape == shape and R.isfinite().all()
     require(finite, f"{returns} finite numbers R {shape}, questions x samples, not {R}")
     dicts = [type(record) for record in records] == [dict] * len(groups)

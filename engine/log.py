@@ -121,7 +121,8 @@ def say_hours(actor, operations, tokens, what):
     parameters = sum(p.numel() for p in actor.parameters())
     hours = operations * parameters * tokens / (os.cpu_count() * 5e10) / 3600
     if actor.device.type == "cpu" and hours > 0.2:
-        say(f"On this CPU {what} of up to {tokens:,} tokens takes up to about {hours:.1f} hours")
+        time_taken = f"{what} of up to {tokens:,} tokens takes up to about {hours:.1f} hours"
+        say(f"On this CPU {time_taken}. Fewer questions, samples or tokens take less")
 
 
 # ------------------------------------------------------------------------------------------ the log

@@ -86,6 +86,7 @@ RETURNED = [
     ((torch.ones(2, 1), [{}]), r"'mine' .*must return finite numbers R \(1, 2\)"),
     ((torch.tensor([[1.0, torch.nan]]), [{}]), "must return finite numbers"),
     ((torch.ones(1, 2), []), "'mine' must return a record"),
+    ([[1.0, 0.0]], "'mine' must return a pair"),
 ]
 
 
