@@ -30,8 +30,8 @@ equals that of exact match (Theorem 2): CER moves reward from the exact match to
 examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
 
 The file has three parts: the mathematics, on tensors alone; `rewards`, from the sampled tokens of
-one question to R; and W and P from a model. `python examples/by_hand.py` prints an
-example that is small enough to check by hand.
+one question to R; and W and P from a model. `python examples/by_hand.py` prints an example that is
+small enough to check by hand.
 """
 
 from dataclasses import dataclass
@@ -176,7 +176,7 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     scorer runs len(contexts) x len(answers) full passes.
 
     model: a Hugging Face model in eval mode with sdpa attention over the whole context, whose
-    logits are lm_head of the last hidden state (see engine.policy.check_model).
+    logits are lm_head of the last hidden state (see engine.load.check_model).
     Raises ValueError for other attention, an empty context, or an unsupported tokenizer.
     """
     if model.config._attn_implementation != "sdpa":

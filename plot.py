@@ -99,7 +99,8 @@ def draw_matrix(axis, values, colours, digits, top=None):
         if not math.isnan(value):
             ink = "white" if value > 0.6 * top else "black"
             text = f"{value:.{digits}f}".removeprefix("0")
-            text = f"{value:.0e}" if 0 < value < 0.5 * 10**-digits else text
+            if digits > 2 and 0 < value < 0.5 * 10**-digits:  # P and R; shares stay .00
+                text = f"{value:.0e}"
             axis.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)

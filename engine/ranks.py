@@ -61,7 +61,7 @@ class Stop:
 
     def __init__(self):
         self.received = self.signal = 0  # the signal of this rank, and of any rank after a step
-        self.skipped = 0  # updates in a row
+        self.skipped = 0  # skipped updates in a row
         for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.request)
