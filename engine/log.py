@@ -45,6 +45,7 @@ def describe(group, R, A, record):
         "reward": R.mean().item(),
         "exact_match": group.answers.count(group.problem.reference) / N,
         "answered": len(stated) / N,
+        "boxes_opened": sum("\\boxed" in text for text in group.texts) / N,
         "truncated": sum(group.truncated) / N,
         "unique_answers": len(set(stated)),
         "solution_tokens": sum(group.solution_lengths) / N,
@@ -96,23 +97,21 @@ def brief(x):
     return f"{x:.3g}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.3g}"
 
 
-def warning(numbers, boxed):
-    """What is wrong with a step and what helps, or None. boxed: whether some text has a box, even
-    one that is not closed. docs/running.md, 'When nothing is learned', says more."""
+def warning(numbers):
+    """What is wrong with a step and what helps, or None. "When nothing is learned" in
+    docs/running.md says more."""
     start = "a supervised start (warm_start.py)"
-    if numbers["answered"] < 0.02 and numbers["truncated"] > 0.5 and boxed:
-        return "almost no sample has an answer, and most were cut off: raise --max-new-tokens"
-    if numbers["answered"] < 0.02 and numbers["truncated"] > 0.5:
+    if numbers["answered"] < 0.02 and numbers["truncated"] <= 0.5:
+        return f"almost no sample has an answer: the model stops without a box and needs {start}"
+    if numbers["answered"] < 0.02 and numbers["boxes_opened"] == 0:
         return f"most samples were cut off without a box: raise --max-new-tokens, or make {start}"
     if numbers["answered"] < 0.02:
-        return f"almost no sample has an answer: the model stops without a box and needs {start}"
+        return "almost no sample has an answer, and most were cut off: raise --max-new-tokens"
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "in every group all samples received the same reward, so this step had no gradient"
     if numbers["tiny_reward_groups"] > 0.5:
-        rare = (
-            f"in most groups no reward exceeds {TINY:g}: the model almost never gives the reference"
-        )
-        return f"{rare}. Keep references short, strip remarks, or demonstrate their form"
+        cause = f"no reward exceeds {TINY:g} in most groups: the model almost never gives a*"
+        return f"{cause}. Keep references short, strip remarks, or demonstrate their form"
 
 
 def say_hours(actor, operations, tokens, what):
@@ -196,7 +195,6 @@ class RunLog:
     def step(self, step, groups, R, A, records, numbers):
         """Write and print a step: the means over the groups of all ranks, and more numbers."""
         described = all_gather([describe(*each) for each in zip(groups, R, A, records)])
-        boxed = any(all_gather([any("\\boxed" in text for g in groups for text in g.texts)]))
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
         tokens = line["completion_tokens"] * R.shape[1] * len(described)
         line |= {"tokens_per_second": tokens / sum(self.seconds.values())}
@@ -212,7 +210,7 @@ class RunLog:
         eta = datetime.timedelta(seconds=round(seconds * (self.last_step - step)))
         position = f"step {step}/{self.last_step}"
         say(f"{position}  {one_line(line)}  {seconds:.3g} s/step  eta {eta}")
-        problem = warning(line, boxed)
+        problem = warning(line)
         if problem and problem not in self.warned:
             self.warned.add(problem)
             say(f"warning at step {step}: {problem}")
