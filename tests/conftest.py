@@ -95,17 +95,14 @@ def toy_model_dir(tmp_path_factory):
     return directory
 
 
-FAST = "--dataset toy --steps 2 --questions 4 --samples 4"
-FAST += " --eval-limit 8 --eval-runs 2 --eval-every 2"
-
-
 @pytest.fixture(scope="session")
 def quick(toy_model_dir):
     """The flags of two steps of training in a second: the toy's model on 50 of its questions."""
     questions = toy_model_dir.with_name("questions.jsonl")
     append_rows(questions, toy.rows("toy")[:50])
-    flags = f"--model {toy_model_dir} {FAST} --dataset {questions} --eval-dataset toy-test"
-    return f"{flags} --eval-limit 4 --max-new-tokens 32 --lr 6e-4"
+    flags = f"--model {toy_model_dir} --dataset {questions} --steps 2 --questions 4 --samples 4"
+    flags += " --eval-dataset toy-test --eval-limit 4 --eval-runs 2 --eval-every 2"
+    return f"{flags} --max-new-tokens 32 --lr 6e-4"
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import compare_rewards
-import film
 import gpu
 import judge
 import pandas
@@ -97,44 +96,3 @@ def test_statistics_of_one_question_by_hand():
     assert found["slips among the wrong", "samples"] == 0.5
     assert found["AUC, slips", "verifree"] == 0.5 and found["AUC, wrong work", "verifree"] == 1.0
     assert found["share of answers", "{n} {unit}"] == 0.25
-
-
-def test_a_film_shows_the_samples_it_is_made_of(script, tmp_path, monkeypatch, toy_model_dir):
-    """Steps 5 and 0 of one run, embedded twice. Step 5 is not sampled again."""
-    page, kept, flags = tmp_path / "page.html", tmp_path / "kept/cer.jsonl", "--out kept/cer.jsonl"
-    page.write_text('before\n<script type="application/json" id="film">old</script>\nafter\n')
-    monkeypatch.setattr(film, "PAGE", page)
-    monkeypatch.setitem(film.SAMPLING, "questions", 2)
-    (tmp_path / "step-5").symlink_to(toy_model_dir)
-    embed = "--question 1 --embed kept/cer.jsonl kept/cer.jsonl"
-    for more in "--models step-5", f"--models step-5 {toy_model_dir}", embed:
-        code, _, err = script(film, f"{flags} {more}")
-        assert code == 0, err
-
-    before, element, after = page.read_text().splitlines()
-    assert (before, after) == ("before", "after")
-    shown = json.loads(film.DATA.search(element)[0])
-    groups = read_rows(kept)
-    assert [group["step"] for group in groups] == [5, 5, 0, 0]
-    assert shown["question"] == groups[1]["question"] and len(shown["runs"]) == 2
-    assert shown["reference"] in shown["forms"] and len(shown["forms"]) == 8
-    for frame, (other, own) in zip(shown["runs"][1]["frames"], (groups[2:], groups[:2])):
-        for key in "step", "texts", "answers", "truncated", "distinct_answers", "columns":
-            assert frame[key] == own[key]
-        for key in "R", "log_P", "log_W":
-            ours, theirs = torch.tensor(frame[key]), torch.tensor(own[key])
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=6e-4)
-        assert [said == "right" for said in frame["verdicts"]] == own["correct"]
-        right = sum(other["correct"] + own["correct"]) / frame["samples"]
-        assert frame["samples"] == 24 and frame["right"] == pytest.approx(right, abs=1e-3)
-        forms = [judge.form_of(answer) for answer in other["answers"] + own["answers"]]
-        shares = [forms.count(form) / 24 for form in judge.toy.FORMS]
-        assert frame["forms"] == pytest.approx(shares, abs=1e-3)
-
-
-def test_a_slip_is_a_wrong_answer_after_right_work():
-    question, work = next((q, work) for q, work in judge.WORK.items() if " bags of 3 " in q)
-    right, wrong = "{}={}; {}={}".format(*work), "1+1=2"
-    group = {"question": question, "texts": [right, right, right, wrong]}
-    group |= {"answers": ["9", "8", None, "8"], "correct": [True, False, False, False]}
-    assert film.verdicts_of(group) == ["right", "slip", "wrong", "wrong"]

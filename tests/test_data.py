@@ -51,12 +51,14 @@ def load_rows(tmp_path):
     return load
 
 
-def test_the_columns_of_the_hub(load_rows):
+def test_the_columns_of_the_hub(load_rows, capsys):
     rows = [  # (reference, row)
         (r"\frac12", {"problem": "a", "solution": r"so \boxed{\frac12}"}),
         ("x", {"problem": "d", "answer": "x", "solution": r"\boxed{y}"}),
         ("7", {"question": "h", "answer": "", "solution": r"\boxed{7}"}),
         (" 14 ", {"question": "b", "answer": " 14 "}),  # never rewritten
+        (r"\{1\}", {"question": "b", "answer": r"\{1\}"}),
+        ("3", {"question": "b", "answer": r"\boxed{3}"}),  # but for a box around all of it
         ("0", {"question": "c", "answer": 0}),
         ("27.5", {"question": "c", "answer": 27.5}),
         ("27", {"question": "g", "answer": 27.0}),  # a column of integers with a gap
@@ -65,29 +67,31 @@ def test_the_columns_of_the_hub(load_rows):
     ]
     problems = load_rows([row for _, row in rows])
     assert [problem.reference for problem in problems] == [reference for reference, _ in rows]
-    assert [problem.verifier for problem in problems] == ["text"] * 7 + ["letter"] * 2
-    assert problems[7].question == "f\nA: p\nB: q"
-    assert problems[8].question.endswith("\nI: 8\nJ: 9")  # at most ten options
+    assert [problem.verifier for problem in problems] == ["text"] * 9 + ["letter"] * 2
+    assert problems[9].question == "f\nA: p\nB: q"
+    assert problems[10].question.endswith("\nI: 8\nJ: 9")  # at most ten options
+    said = "references with whitespace at an end, which is part of a*: 1"
+    assert said in capsys.readouterr().err
 
 
 def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     good = {"question": "q", "answer": "14"}
-    bad = [good | {"answer": a} for a in (None, "", " ", [1], True, float("nan"))]
+    bad = [good | {"answer": a} for a in ("cold}", "", " ", [1], True, float("nan"), None)]
+    bad += [good | {"answer": r"\boxed{3} or \boxed{5}"}]
     bad += [good | {"question": q} for q in ("", 3, None, "\ud800")]
     bad += [{"question": "q", "solution": s} for s in (r"\boxed{}", r"\boxed 2")]
     bad += [good | {"options": o, "answer": "B"} for o in (["x"], "xy", 4, {"A": "x"})]
     bad += [good | {"options": ["x", "y"], "answer": "AB"}, good | {"verifier": "oracle"}]
     problems = load_rows([*bad, good, good, good], limit=2)  # the limit counts usable rows
     assert problems == [Problem("q", "14", "text")] * 2
-    said = "left out 18 of 21 rows (row 1: no reference (`answer`, or `solution` with a box); row"
-    assert said in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "left out 20 of 23 rows (row 1: the reference 'cold}' cannot be boxed" in said
+    assert "row 2: no reference (`answer`, or `solution` with a box)" in said
 
 
 def test_the_verifier_of_a_row_comes_first(load_rows, capsys):
-    rows = [
-        {"question": "q", "answer": "14"},
-        {"question": "q", "answer": "14", "verifier": "math"},
-    ]
+    row = {"question": "q", "answer": "14"}
+    rows = [row, row | {"verifier": "math"}]
     assert [problem.verifier for problem in load_rows(rows)] == ["text", "math"]
     assert "verified as text; --verifier math reads formulas" in capsys.readouterr().err
     problems = load_rows(rows, verifier="letter")
@@ -98,10 +102,12 @@ def test_the_verifier_of_a_row_comes_first(load_rows, capsys):
 def test_json_and_parquet_hold_the_same(tmp_path, load_rows):
     rows = [{"question": "q", "answer": "014"}, {"question": "r", "answer": "2"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
+    marked = "\ufeff" + json.dumps({"split": "train", "data": rows})
+    (tmp_path / "MARKED.JSON").write_text(marked)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     expected = load_rows(rows)
     assert expected[0].reference == "014"  # readers that guess types make it 14
-    for name in "rows.json", "rows.parquet":
+    for name in "rows.json", "MARKED.JSON", "rows.parquet":
         assert load_problems(tmp_path / name) == expected
 
 

@@ -1,5 +1,6 @@
 """The language model underneath: tokens as bytes, sampling, the policy."""
 
+import json
 import re
 
 import pytest
@@ -83,7 +84,10 @@ def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_pa
     stop, model = tokenizer.eos_token_id, tiny_model(2 * len(tokenizer), initializer_range=0.02)
     penalties = dict(repetition_penalty=1.5, top_k=20, temperature=0.3, no_repeat_ngram_size=2)
     save(tmp_path, model, tokenizer, do_sample=True, eos_token_id=[stop, 7], **penalties)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
     model, _ = load.load(tmp_path, "cpu")
+    assert model.config._attn_implementation == "sdpa"
     assert model.generation_config.repetition_penalty in (None, 1.0)
     assert model.generation_config.eos_token_id == sorted({stop, 7})  # its stop ids are kept
     rows, _ = generate(model, [[5, 6]] * 64, max_new_tokens=8)
@@ -173,10 +177,12 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
 # ------------------------------------------------------------------------------------------- policy
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = {
     "no sliding window": dict(family="mistral", sliding_window=8),
     "not laid out as Llama": dict(family="bert", is_decoder=True),
     "dropout must be 0": dict(attention_dropout=0.1),
+    "dynamic RoPE is not supported": dict(rope_parameters=DYNAMIC),
     "more than the model has embeddings": dict(vocab_size=50),
 }
 

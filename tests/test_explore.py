@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import two_tables_figure
-from film import DATA
 from test_cer import finite_distribution
 
 import evaluate
@@ -18,6 +17,7 @@ from cer import cer, exact_cer
 from rloo import leave_one_out
 
 PAGE = Path(__file__).parents[1] / "docs" / "explore.html"
+FILM = re.compile('(?<=<script type="application/json" id="film">).*(?=</script>)')
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: chromium)")
 
@@ -37,7 +37,7 @@ def in_browser(folder, steps, film=None):
     """Run JavaScript at the end of the page, with this film -> what it returns."""
     probe = f"<script>(async () => {{ {CHECKS} {steps} return failed; }})()"
     probe += ".catch(e => String(e)).then(x => console.log('RESULT' + JSON.stringify(x) + 'END'));"
-    page = DATA.sub(lambda _: json.dumps(film), PAGE.read_text())
+    page = FILM.sub(lambda _: json.dumps(film), PAGE.read_text())
     (folder / "page.html").write_text(page.replace("</body>", f"{probe}</script>"))
     command = f"timeout 60 {BROWSER} --headless --no-sandbox --disable-gpu --enable-logging=stderr"
     command = [*command.split(), f"--user-data-dir={folder}/browser", f"{folder}/page.html"]

@@ -1,17 +1,13 @@
 """What a first user meets at the edges: unusable data, two processes on one run, data that changes,
 interruptions, rewards and verifiers of one's own. Nothing is silent, and nothing is lost."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from conftest import group_of, tiny_model, written_by
-from test_engine import save
+from conftest import group_of, tiny_model
 
 import cer
 import evaluate
@@ -20,7 +16,7 @@ import train
 import warm_start
 from engine import checkpoints, cli, load, log, memory, policy
 from engine.cli import InputError
-from engine.files import read_rows, to_jsonl
+from engine.files import lock, to_jsonl
 from engine.ranks import Stop
 from engine.sampling import generate
 from engine.supervised import supervise
@@ -28,21 +24,6 @@ from rollout import encode_prompt
 from tasks import data, verifiers
 
 # --------------------------------------------------------------------------------------------- data
-
-
-def test_references_that_cannot_be_boxed(tmp_path, capsys):
-    """A box around a reference is taken off. Whitespace stays and is counted."""
-    answers = ["cold}", r"\boxed{3}", " 14 ", r"\boxed{3} or \boxed{5}", r"\{1\}"]
-    rows = [{"question": "q", "answer": answer} for answer in answers]
-    (tmp_path / "ROWS.JSONL").write_text(to_jsonl(rows))
-    problems = data.load_problems(tmp_path / "ROWS.JSONL")
-    assert [problem.reference for problem in problems] == ["3", " 14 ", r"\{1\}"]
-    said = capsys.readouterr().err
-    assert "left out 2 of 5 rows (row 1: the reference 'cold}' cannot be boxed" in said
-    assert "references with whitespace at an end, which is part of a*: 1" in said
-    with_byte_order_mark = "\ufeff" + json.dumps({"split": "train", "data": rows})
-    (tmp_path / "rows.json").write_text(with_byte_order_mark)
-    assert data.load_problems(tmp_path / "rows.json") == problems
 
 
 def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
@@ -75,13 +56,6 @@ def test_a_verifier_that_fails_is_named(monkeypatch):
         verifiers.verdict(data.Problem("Why?", "14", "mine"), "15")
 
 
-def test_equal_answers_are_verified_once(tokenizer, monkeypatch):
-    asked = []
-    monkeypatch.setattr(rewards, "verdict", lambda problem, a: asked.append(a) or "right")
-    rewards.REWARDS["rule"]([group_of(tokenizer, [r"\boxed{7}", "no", r"\boxed{7}"], "7")])
-    assert asked == ["7"]
-
-
 RETURNED = [
     ((torch.ones(2, 1), [{}]), r"'mine' .*must return finite numbers R \(1, 2\)"),
     ((torch.tensor([[1.0, torch.nan]]), [{}]), "must return finite numbers"),
@@ -92,8 +66,7 @@ RETURNED = [
 
 @pytest.mark.parametrize("returned, says", RETURNED)
 def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, returned, says):
-    monkeypatch.setitem(rewards.REWARDS, "mine", mine := lambda groups, **_: returned)
-    mine.__name__ = "mine"
+    monkeypatch.setitem(rewards.REWARDS, "mine", lambda groups, **_: returned)
     with pytest.raises(InputError, match=says):
         rewards.compute_rewards("mine", [group_of(tokenizer, ["a", "b"], "7")])
 
@@ -101,58 +74,21 @@ def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, r
 # ----------------------------------------------------------------------------------- the same run
 
 
-def test_a_second_process_on_a_run_is_refused(script, tmp_path, toy_model_dir):
-    hold = "import os, sys, time; from pathlib import Path; from engine.files import lock;"
-    hold += "lock(Path(sys.argv[1])); print(flush=True); time.sleep(99)"
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", hold, str(tmp_path / "held")]
-    other = subprocess.Popen(command, env=os.environ | paths, stdout=subprocess.PIPE)
-    other.stdout.readline()
+def test_a_second_process_on_a_run_is_refused(script, monkeypatch, tmp_path, toy_model_dir):
+    lock(tmp_path / "held")
+    holder = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: 0)  # the script takes itself for another process
     for module, dataset in (train, "toy"), (evaluate, "toy-test"):
         code, _, err = script(module, f"--model {toy_model_dir} --out held --dataset {dataset}")
-        assert code == 2 and f"held: process {other.pid} is writing to it" in err
-    other.kill()
-    other.communicate()
+        assert code == 2 and f"held: process {holder} is writing to it" in err
 
 
-def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_run, monkeypatch):
-    monkeypatch.setattr(train, "load", None)  # all of this is known before a model loads
-    code, _, err = script(train, "--out run --resume --steps 2")
-    assert code == 2 and "has completed 2 steps" in err
-    code, _, err = script(train, "--out run --resume --verifier text")
-    assert code == 2 and "verifier was None and is text" in err
+def test_a_run_resumes_only_with_its_data(script, stopped_run, monkeypatch):
+    monkeypatch.setattr(train, "load", None)  # it is known before a model loads
     config = stopped_run / "config.json"
     config.write_text(config.read_text().replace("50 questions", "49 questions"))
     code, _, err = script(train, "--out run --resume")
     assert code == 2 and "the data has changed (49 questions" in err and "50 questions" in err
-
-
-def test_an_evaluation_that_a_stop_left_out_is_made_up_for(script, stopped_run, finished_run):
-    lines = read_rows(stopped_run / "metrics.jsonl", log=True)
-    lines[2] = {k: v for k, v in lines[2].items() if "pass_at_1" not in k and "eval" not in k}
-    (stopped_run / "metrics.jsonl").write_text(to_jsonl(lines))
-    code, _, err = script(train, "--out run --resume")
-    assert code == 0 and "resuming after step 2" in err and "after step 2  pass@1" in err
-    assert written_by(stopped_run) == written_by(finished_run)
-
-
-def test_an_interrupted_evaluation_goes_on(script, toy_model_dir, monkeypatch):
-    flags = f"--model {toy_model_dir} --limit 3 --runs 1 --max-new-tokens 24 --out e --dataset"
-    real, calls = evaluate.evaluate, []
-
-    def interrupted(*args, **settings):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*args, **settings)
-
-    monkeypatch.setattr(evaluate, "evaluate", interrupted)
-    assert script(evaluate, f"{flags} toy-test,toy")[0] == 130
-    code, out, err = script(evaluate, f"{flags} toy-test,toy")
-    assert code == 0 and len(calls) == 3 and "goes on" in err and "toy-test" in out
-    assert len(read_rows("e/samples.jsonl")) == 6
-    code, _, err = script(evaluate, f"{flags} toy")
-    assert code == 2 and "other flags" in err
 
 
 def test_a_stopped_supervised_start_is_saved(script, tmp_path, toy_model_dir, monkeypatch):
@@ -219,17 +155,6 @@ def test_one_long_prompt_shortens_no_other_sample(tokenizer, capsys):
     assert "2 of 3 samples have less room than 16 tokens" in capsys.readouterr().err
 
 
-def test_a_models_own_attention_and_rope(tokenizer, tmp_path):
-    save(tmp_path, tiny_model(len(tokenizer)), tokenizer)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
-    assert load.load(tmp_path, "cpu")[0].config._attn_implementation == "sdpa"
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    save(tmp_path, tiny_model(len(tokenizer), rope_parameters=rope), tokenizer)
-    with pytest.raises(InputError, match="dynamic RoPE is not supported"):
-        load.load(tmp_path, "cpu")
-
-
 def test_a_bf16_checkpoint_is_trained_in_fp32(tmp_path):
     tiny_model(64).to(torch.bfloat16).save_pretrained(tmp_path)
     whole, by_layer = (
@@ -247,9 +172,7 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
     size = sum(p.numel() for p in actor.parameters())
     said = f"4 more checkpoints take {4 * 14 * size / 1e9:.3g} of"
     assert said in memory.check_host(actor, tmp_path, False, 4)
-    with pytest.raises(
-        InputError, match="more checkpoints take .* GB of free disk: use a smaller --keep"
-    ):
+    with pytest.raises(InputError, match="more checkpoints .* free disk: use a smaller --keep"):
         memory.check_host(actor, tmp_path, False, 10**9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "host memory: about 6" in memory.check_host(actor, tmp_path, False, 1)
@@ -258,15 +181,13 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
         memory.check_host(actor, tmp_path, False, 1)
 
 
-def test_a_state_before_adams_first_step_in_several_files(tokenizer, tmp_path, monkeypatch):
+def test_a_state_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
     """And an old checkpoint that cannot be deleted ends no run."""
-    monkeypatch.setattr(checkpoints, "TENSORS_IN_A_FILE", 5)
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *args, **kwargs: None)
     actor, model = tiny_model(64), policy.Policy(tiny_model(64))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in 1, 2, 3:
         checkpoints.save_checkpoint(tmp_path, step, 1, actor, tokenizer, model, optimizer)
-    assert len([*tmp_path.glob("checkpoints/step-3/training/*")]) > 5
     assert {state["step"].item() for state in optimizer.state.values()} == {0}
     before = [p.full_tensor().clone() for p in model.parameters()]
     for p in model.parameters():

@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from unittest import mock
 
 import pytest
 from conftest import group_of, tiny_model
@@ -24,11 +25,8 @@ VERDICTS = {  # (verifier, reference): {answer: verdict}
     ("text", "NH3"): {"NH_3": "wrong"},  # nothing clever
     ("text", "5"): {"-5": "wrong", "5.": "right"},  # a sign is no punctuation
     ("text", ".5"): {"5": "wrong", "0.5": "wrong", "(.5.": "wrong"},  # nor the point of .5
-    ("text", "Zürich"): {
-        "Zu\u0308rich": "right",
-        r"\text{zürich}.": "right",
-        "“$Zürich$”": "right",
-    },
+    ("text", "Zürich"): {"Zu\u0308rich": "right", "“$Zürich$”": "right"},
+    ("text", "zürich"): {r"\text{Zürich}.": "right"},
     ("text", "3,600 s"): {"3600 s": "right", "36,00 s": "wrong"},
     ("text", "..."): {"": "wrong"},
     ("toy-rule", "it is 14"): {"14 eggs": "right", "fourteen": "wrong", "1 4": "wrong"},
@@ -43,13 +41,12 @@ def test_verdicts():
     assert {verifier for verifier, _ in VERDICTS} == set(verifiers.VERIFIERS)
 
 
-def test_the_rule_sees_the_last_box_alone(tokenizer):
-    """In a longer text math-verify joins neighbouring boxes."""
-    texts = [r"first \boxed{7}, no: \boxed{14}.", r"\boxed{14}, no: \boxed{7}.", r"\boxed{14", "14"]
+def test_the_rule_asks_once_for_each_last_box(tokenizer, monkeypatch):
+    texts = [r"\boxed{7}, no: \boxed{14}.", r"\boxed{14}, no: \boxed{7}.", "14", r"\boxed{7}"]
+    monkeypatch.setattr(rewards, "verdict", asked := mock.Mock(side_effect=verdict))
     R, [record] = REWARDS["rule"]([group_of(tokenizer, texts, "14", "math")])
-    assert R.tolist() == [[1, 0, 0, 0]] and record["verdicts"] == ["right", "wrong", None, None]
-    joined = group_of(tokenizer, texts[:1], "7,14", "math")
-    assert REWARDS["rule"]([joined])[0].tolist() == [[0]]
+    assert R.tolist() == [[1, 0, 0, 0]]
+    assert record["verdicts"] == ["right", "wrong", None, "wrong"] and asked.call_count == 2
 
 
 def test_time_outs_are_counted_apart(monkeypatch):

@@ -4,12 +4,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from conftest import example_rows, group_of, naive_forward, on_devices, tiny_model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import rloo
-from engine import policy
+from engine import load, policy
 from engine.tokens import vocabulary
 from rloo import TrainingRow, leave_one_out, microbatches, rloo_rows, update, verifree_rows
 from rollout import to_group
@@ -40,17 +39,6 @@ def test_the_baseline_is_independent_of_the_sample_so_the_gradient_is_unbiased()
         loss = loss + probability * rloo.policy_gradient_loss(logp[draw], weights)
     [expected] = torch.autograd.grad(-loss, logits)
     assert torch.allclose(expected, true, atol=1e-12)
-
-
-def test_a_clipped_ratio_would_change_nothing():
-    """One update per batch on the weights that sampled it: the ratio is 1 and PPO's gradient is
-    RLOO's, which is why there is no pass for old log-probabilities."""
-    logp, A = torch.rand(8, requires_grad=True), leave_one_out(torch.rand(8))
-    ratio = (logp - logp.detach()).exp()
-    clipped = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A).sum()
-    losses = rloo.policy_gradient_loss(logp, A), clipped
-    ours, theirs = (torch.autograd.grad(loss, logp)[0] for loss in losses)
-    assert torch.equal(ours, theirs)
 
 
 # --------------------------------------------------------------- the gradient that the update takes
@@ -99,11 +87,6 @@ def gradient_of_update(model, rows, budget, **options):
     return loss, (before - after).cpu() * max(1.0, norm + 1e-6)
 
 
-def rms_norm(self, hidden):
-    """transformers' own goes through fp32, whatever the model's precision."""
-    return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
-
-
 @pytest.mark.parametrize("budget, offload", [(1, False), (64, True), (10_000, False)])
 @pytest.mark.parametrize(
     "rows_of, formula", [(rloo_rows, rloo_formula), (verifree_rows, verifree_formula)]
@@ -112,7 +95,7 @@ def test_the_update_takes_the_gradient_of_the_formula(
     tokenizer, monkeypatch, rows_of, formula, budget, offload
 ):
     """In fp64, whatever the micro-batches: the step of plain SGD is minus the gradient."""
-    monkeypatch.setattr(Qwen3RMSNorm, "forward", rms_norm)
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", load.rms_norm)  # without a pass through fp32
     naive, trained = (tiny_model(len(tokenizer), initializer_range=0.1).double() for _ in range(2))
     groups = [group_of(tokenizer, TEXTS, "7"), group_of(tokenizer, TEXTS[::-1], "7 eggs")]
     rewards = [torch.tensor([0.5, 0.25, 0.0, 0.125]), torch.full((4,), 0.5)]  # a zero-advantage one

@@ -15,7 +15,7 @@ import plot
 import rewards
 import train
 import warm_start
-from engine.files import read_rows
+from engine.files import read_rows, to_jsonl
 from rewards import REWARDS
 from tasks.data import in_epochs
 
@@ -90,9 +90,13 @@ def test_an_epoch_shows_every_problem_once():
 
 
 def test_resume(script, finished_run, stopped_run):
+    """Also where the evaluation after the last checkpoint is missing."""
     (stopped_run / "checkpoints" / "step-2-best").mkdir()  # the user's own
+    lines = read_rows(stopped_run / "metrics.jsonl", log=True)
+    del lines[2]["pass_at_1"]
+    (stopped_run / "metrics.jsonl").write_text(to_jsonl(lines) + '{"step": 4, "rew')
     code, out, err = script(train, "--out run --resume --keep 2")
-    assert code == 0 and "step-4" in out, err
+    assert code == 0 and "step-4" in out and "after step 2  pass@1" in err, err
     assert written_by(stopped_run) == written_by(finished_run)
     code, _, err = script(train, "--out run --resume")
     assert code == 2 and "the run in run has completed 4 steps: a larger --steps would ext" in err
@@ -117,10 +121,21 @@ def test_resume_from_broken_files_is_refused(script, stopped_run, name):
 # --------------------------------------------------------------------------------------- evaluation
 
 
-def test_evaluation(script, toy_model_dir):
-    flags = f"--model {toy_model_dir} --dataset toy-test,toy --limit 5 --runs 3 --out e"
-    code, out, err = script(evaluate, f"{flags} --max-new-tokens 18")  # too few for some
-    assert code == 0 and "average" in out, err
+def test_an_interrupted_evaluation_goes_on(script, toy_model_dir, monkeypatch):
+    flags = f"--model {toy_model_dir} --limit 5 --runs 3 --out e --max-new-tokens 18"
+    real, calls = evaluate.evaluate, []
+
+    def interrupted(*args, **settings):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **settings)
+
+    monkeypatch.setattr(evaluate, "evaluate", interrupted)
+    assert script(evaluate, f"{flags} --dataset toy-test,toy")[0] == 130
+    code, out, err = script(evaluate, f"{flags} --dataset toy-test,toy")
+    assert code == 0 and len(calls) == 3 and "goes on" in err and "average" in out, err
+    assert "other flags" in script(evaluate, f"{flags} --dataset toy")[2]
     results, rows = json.loads(Path("e/results.json").read_text()), read_rows("e/samples.jsonl")
     assert [row["dataset"] for row in rows] == ["toy-test"] * 15 + ["toy"] * 15
     summary, rows = results["results"]["toy-test"], rows[:15]
@@ -151,11 +166,7 @@ FLAGS_OF = {
 }
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset broken.jsonl", r"broken.jsonl, row 2: expected objects with named columns"),
-    (
-        train,
-        "--dataset columns.jsonl",
-        r"left out 1 of 1 rows \(row 1: no question .*columns are prompt",
-    ),
+    (train, "--dataset columns.jsonl", r"left out 1 of 1 rows .*no question .*columns are prompt"),
     (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 .*a local file works too \(.jsonl"),
@@ -169,7 +180,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
     (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id on the hub"),
     (train, "--resume", r"--resume needs --out"),
-    (train, "--resume --out {run} --lr 1", r"cannot change .*lr was 0.0006 and is 1.0"),
+    (train, "--resume --out {run} --lr 1", r"verifier was None and is text.* 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
     (evaluate, "--out {run}", r"run is not empty: choose a new directory"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
