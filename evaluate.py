@@ -6,7 +6,6 @@ The sampler is the one used in training. By default its settings are the paper's
 temperature 0.6, top-p 0.95, top-k 20.
 """
 
-import functools
 import json
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pandas
 import torch.distributed as dist
 
 from engine import cli
-from engine.files import append_rows, write_atomically
+from engine.files import append_rows, read_flags, write_atomically
 from engine.load import load
 from engine.log import claim, say_hours
 from engine.ranks import all_gather, init_ranks, seed_everything
@@ -72,7 +71,7 @@ def saved_results(args):
     path = Path(args.out or "") / "results.json"
     if not (args.out and path.exists()):
         return {}
-    report = json.loads(path.read_text())
+    report = read_flags(path)
     other = f"--out {args.out} holds an evaluation with other flags: choose a new directory"
     cli.require(report["flags"] == flags_of(args), other)
     return report["results"]
@@ -101,8 +100,8 @@ def main():
     device = init_ranks()
     results = saved_results(args)
     out = claim(args.out, "eval", resume=bool(results))
-    load_named = functools.partial(load_problems, limit=args.limit, verifier=args.verifier)
-    datasets = {name: load_named(name) for name in args.dataset.split(",") if name not in results}
+    todo = [name for name in args.dataset.split(",") if name not in results]
+    datasets = {name: load_problems(name, args.limit, args.verifier) for name in todo}
     model, tokenizer = load(args.model, device)
     cli.say(f"files: {out}. After an interruption the same command with --out {out} goes on")
 

@@ -51,8 +51,8 @@ def verifree(groups, *, actor, tokenizer, **_):
     R = torch.zeros(len(groups), len(groups[0].answers))
     for R_group, group in zip(R, progress("reward", groups, unit="question")):
         answered = [i for i, answer in enumerate(group.answers) if answer is not None]
-        contexts, a_star = [group.context(i) for i in answered], group.problem.reference
-        log_P = cer.answer_logprobs(actor, tokenizer, contexts, [a_star])[0]
+        contexts = [group.prompt + group.solution(i) for i in answered]
+        log_P = cer.answer_logprobs(actor, tokenizer, contexts, [group.problem.reference])[0]
         R_group[answered] = log_P.exp().cpu()
     return R, [{} for _ in groups]
 
@@ -76,11 +76,8 @@ def by_verdict(groups, judge):
     is asked once for each distinct answer of a group. No answer has the verdict None."""
     verdicts = []
     for group in groups:
-        said = {None: None}
-        for answer in group.answers:
-            if answer not in said:
-                said[answer] = judge(group.problem, answer)
-        verdicts.append([said[answer] for answer in group.answers])
+        said = {answer: judge(group.problem, answer) for answer in set(group.answers) - {None}}
+        verdicts.append([said.get(answer) for answer in group.answers])
     R, _ = as_rewards([[one == "right" for one in of_group] for of_group in verdicts])
     return R, [{"verdicts": of_group} for of_group in verdicts]
 

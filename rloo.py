@@ -65,13 +65,12 @@ def verifree_rows(group, R, A, tokenizer):
     uses it.
     """
     rows = []
-    for i, (R_i, A_i) in enumerate(zip(R.tolist(), A.tolist())):
-        reference = []
-        if box := group.boxes[i]:
-            text = "{" + group.problem.reference + box.closing
-            reference = vocabulary(tokenizer).encode(text)
-        weights = [0.0] * len(group.prompt) + [A_i] * group.solution_lengths[i]
-        rows.append(TrainingRow(group.context(i) + reference, weights + [R_i] * len(reference)))
+    for i, (box, R_i, A_i) in enumerate(zip(group.boxes, R.tolist(), A.tolist())):
+        solution, reference = group.solution(i), []
+        if box:
+            reference = vocabulary(tokenizer).encode("{" + group.problem.reference + box.closing)
+        weights = [0.0] * len(group.prompt) + [A_i] * len(solution) + [R_i] * len(reference)
+        rows.append(TrainingRow(group.prompt + solution + reference, weights))
     return rows
 
 
@@ -88,7 +87,7 @@ def policy_gradient_loss(logprobs, weights):
     return -(weights.detach() * logprobs).sum()
 
 
-def update(policy, optimizer, rows, lr, microbatch_tokens):
+def update(policy, optimizer, rows, lr, token_budget):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
     The gradient norm is clipped to 1. If the gradient is not finite, no weight changes."""
     world = dist.get_world_size()
@@ -97,7 +96,7 @@ def update(policy, optimizer, rows, lr, microbatch_tokens):
     # the optimizer still takes its momentum step.
     rows = [row for row in rows if any(row.weights)] or rows[:1]
     loss = torch.zeros((), device=policy.device)
-    todo = list(microbatches(rows, microbatch_tokens))
+    todo = list(microbatches(rows, token_budget))
     for number, (ids, weights) in enumerate(progress("update", todo), start=1):
         ids, weights = ids.to(policy.device), weights.to(policy.device)  # [b, L] each
         policy.set_requires_gradient_sync(policy.sync_every_batch or number == len(todo))

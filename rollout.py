@@ -29,15 +29,10 @@ class Group:
         """a_i, or None without a closed box [N]."""
         return [box.answer if box else None for box in self.boxes]
 
-    @property
-    def solution_lengths(self):
-        """s_i is completions[i][:solution_lengths[i]], the whole completion without a box [N]."""
-        pairs = zip(self.boxes, self.completions)
-        return [box.solution_length if box else len(ids) for box, ids in pairs]
-
-    def context(self, i):
-        """q and s_i as token ids, up to just before the brace of the box."""
-        return self.prompt + self.completions[i][: self.solution_lengths[i]]
+    def solution(self, i):
+        """s_i, the token ids up to just before the brace of the box; all of them without a box."""
+        box = self.boxes[i]
+        return self.completions[i][: box.solution_length if box else None]
 
 
 # --------------------------------------------------------------------------------------- the prompt

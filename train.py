@@ -49,8 +49,7 @@ def main():
     inputs = {"actor": actor, "tokenizer": tokenizer, "M": args.m}  # of the reward functions
     if args.reward == "general-verifier":
         inputs["verifier_model"] = load(args.verifier_model, device, check=False)
-    made = make_policy(model_path, actor, longest_row, out, args)
-    policy, optimizer, microbatch_tokens, memory = made
+    policy, optimizer, token_budget, memory = make_policy(model_path, actor, longest_row, out, args)
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
     copy_weights(policy, actor)
 
@@ -81,7 +80,7 @@ def main():
         # 4. Update: one optimizer step on the samples of all ranks.
         rows = [row for g, r, a in zip(groups, R, A) for row in training_rows(g, r, a, tokenizer)]
         lr = learning_rate(step, last_step, args)
-        loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, microbatch_tokens)
+        loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, token_budget)
         copy_weights(policy, actor)
         log.lap("update")
 

@@ -54,6 +54,7 @@ def main():
     loss = supervise(model, shown, steps, args.batch, args.lr, stop, lambda: stopping.received)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
+    cli.MADE.clear()
     train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])
     print(f"final loss {loss:.3f}; train with: {train}")
     return 128 + stopping.received if stopping.received else 0
@@ -68,7 +69,7 @@ def read_demonstrations(path):
         require(boxed, rf"{path}, row {number}: expected a `solution` with a closed \boxed{{...}}")
         try:
             demonstrations.append((to_problem(row | {"answer": boxed[1]}, "text"), solution))
-        except ValueError as reason:
+        except cli.InputError as reason:
             raise cli.InputError(f"{path}, row {number}: {reason}") from reason
     require(demonstrations, f"{path} is empty")
     return demonstrations

@@ -43,8 +43,9 @@ def training_state(policy, optimizer):
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     fresh = not optimizer.state
     state = get_optimizer_state_dict(policy, optimizer, options=options)
-    for name in [name for name in state if fresh and name.endswith(".step")]:
-        state[name].zero_()  # torch has made the moments by a step that changes nothing
+    for name, value in state.items():
+        if fresh and name.endswith(".step"):
+            value.zero_()  # torch has made the moments by a step that changes nothing
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     return dict(policy.named_parameters()) | tensors
 
@@ -100,7 +101,6 @@ def load_checkpoint(out, policy, optimizer):
     is none."""
     found = checkpoints(out)
     if not found:
-        say(f"no checkpoint in {out} yet, so the run starts from step 1")
         return 0
     step, directory = found[-1]
     try:

@@ -122,15 +122,11 @@ class Lines:
         if text.strip():
             say(text.strip())
 
-    def flush(self):
-        pass
-
 
 def progress(name, iterable=None, **options):
     """tqdm's bar for one part of a step, on rank 0. On a terminal it appears after ten seconds.
     Elsewhere it prints a line a minute."""
+    pace = {"delay": 10}
     if not sys.stderr.isatty():
-        options |= {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1}
-    return tqdm(
-        iterable, name, **{"delay": 10, "leave": False, "disable": not is_rank_0()} | options
-    )
+        pace = {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1}
+    return tqdm(iterable, name, leave=False, disable=not is_rank_0(), **pace, **options)

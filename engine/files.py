@@ -65,6 +65,7 @@ def lock(directory):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        MADE.clear()  # the directory is another process's
         owner = os.read(file, 20).decode()
         require(owner == str(os.getpid()), f"{directory}: process {owner} is writing to it")
     os.ftruncate(file, 0)
@@ -73,15 +74,19 @@ def lock(directory):
 
 def read_config(run):
     """config.json of a run, with its flags by name in "flags"."""
-    path = Path(run) / "config.json"
     require(Path(run).is_dir(), f"{run}: no such directory")
-    require(path.is_file(), f"{run} is not a run: it has no config.json")
+    config = Path(run) / "config.json"
+    require(config.is_file(), f"{run} is not a run: it has no config.json")
+    return read_flags(config)
+
+
+def read_flags(path):
+    """The JSON object in config.json or results.json, which has the flags of a script."""
     try:
-        config = json.loads(path.read_text())
-        return config | {"flags": dict(config["flags"])}
+        content = json.loads(path.read_text())
+        return content | {"flags": dict(content["flags"])}
     except (ValueError, TypeError, KeyError) as error:
-        problem = f"{path} is not the configuration of a run ({first_line(error)})"
-        raise InputError(problem) from error
+        raise InputError(f"{path}: expected an object with flags ({first_line(error)})") from error
 
 
 def checkpoints(run):

@@ -77,8 +77,8 @@ def reset_generation_config(model, tokenizer):
     ours, and set model.tokenizer_size. Embeddings are often padded past the vocabulary. Ids from
     tokenizer_size on are never sampled. (A trained model gives them next to no probability, so
     scoring leaves them in the softmax.)"""
-    stops = model.generation_config.eos_token_id or []
-    stops = {*([stops] if isinstance(stops, int) else stops), tokenizer.eos_token_id}
+    stops = model.generation_config.eos_token_id
+    stops = {*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id}
     stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
     stops = sorted(i for i in stops - {None} if i < len(tokenizer))
     require(stops, "neither the model nor the tokenizer has an end-of-text token")

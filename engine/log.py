@@ -22,12 +22,11 @@ TINY = 1e-6  # rewards below this teach next to nothing
 
 def claim(out, name, resume=False):
     """Lock --out, or runs/TIME-NAME-PID, against other processes -> its path, the same on all
-    ranks. Unless a run is resumed it must hold no files."""
+    ranks. Unless a run is resumed it must be empty."""
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     out = Path(all_gather([out or default])[0])
     if is_rank_0():
-        files = [path.name for path in out.glob("*") if path.is_file()]
-        used = set(files) - {"lock"} and not resume
+        used = {path.name for path in out.glob("*")} - {"lock", "warm-start"} and not resume
         require(not used, f"--out {out} is not empty: choose a new directory")
         lock(out)
     dist.barrier()
@@ -48,7 +47,7 @@ def describe(group, R, A, record):
         "boxes_opened": sum("\\boxed" in text for text in group.texts) / N,
         "truncated": sum(group.truncated) / N,
         "unique_answers": len(set(stated)),
-        "solution_tokens": sum(group.solution_lengths) / N,
+        "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
         "completion_tokens": sum(len(ids) for ids in group.completions) / N,
         "zero_advantage_groups": float(not A.any()),
         "tiny_reward_groups": float(0 < R.max() < TINY),
@@ -100,13 +99,15 @@ def brief(x):
 def warning(numbers):
     """What is wrong with a step and what helps, or None. "When nothing is learned" in
     docs/running.md says more."""
-    start = "a supervised start (warm_start.py)"
-    if numbers["answered"] < 0.02 and numbers["truncated"] <= 0.5:
-        return f"almost no sample has an answer: the model stops without a box and needs {start}"
-    if numbers["answered"] < 0.02 and numbers["boxes_opened"] == 0:
-        return f"most samples were cut off without a box: raise --max-new-tokens, or make {start}"
     if numbers["answered"] < 0.02:
-        return "almost no sample has an answer, and most were cut off: raise --max-new-tokens"
+        start = "a supervised start (warm_start.py)"
+        if numbers["truncated"] <= 0.5:
+            return f"almost no answers: the model stops without a box and needs {start}"
+        if numbers["boxes_opened"] == 0:
+            return (
+                f"most samples are cut off without a box: raise --max-new-tokens, or make {start}"
+            )
+        return "almost no answers, and most samples are cut off: raise --max-new-tokens"
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "in every group all samples received the same reward, so this step had no gradient"
     if numbers["tiny_reward_groups"] > 0.5:
@@ -138,7 +139,7 @@ class RunLog:
         for name in "metrics.jsonl", "samples.jsonl":
             rows = read_rows(out / name, log=True) if first_step > 1 else []
             kept[name] = [row for row in rows if row["step"] < first_step]
-        self.before = kept["metrics.jsonl"]
+        self.before = kept["metrics.jsonl"] or [{"step": first_step - 1}]
         if is_rank_0():
             flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
             versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -172,15 +173,14 @@ class RunLog:
 
     def has_evaluation(self):
         """Whether the weights that this process starts from have been evaluated."""
-        return bool(self.before) and "pass_at_1" in self.before[-1]
+        return "pass_at_1" in self.before[-1]
 
     def evaluated(self, numbers):
         """Write and print an evaluation of the weights that this process starts from."""
         step = self.first_step - 1
+        self.before[-1] |= numbers
         if is_rank_0():
-            lines = self.before or [{"step": step}]
-            lines[-1] |= numbers
-            write_atomically(self.out / "metrics.jsonl", to_jsonl(lines))
+            write_atomically(self.out / "metrics.jsonl", to_jsonl(self.before))
         say(f"{f'after step {step}' if step else 'before training'}  {one_line(numbers)}")
 
     def start(self):

@@ -1,6 +1,7 @@
 """Decide how the policy fits into memory beside the actor, and check the host's memory and disk."""
 
 import bisect
+import functools
 import os
 import shutil
 
@@ -30,23 +31,22 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
     least = most if microbatch_tokens else longest_row
 
-    def needed(tokens, offload, ranks=ranks):
-        return memory_needed(actor, tokens, offload, ranks)
-
+    needed = functools.partial(memory_needed, actor)  # of (offload, ranks, tokens)
     ways = [False, True] if on_gpu and not cpu_offload else [cpu_offload]
     for offload in ways:
-        fits = bisect.bisect(range(most + 1), free, key=lambda t: needed(t, offload)) - 1  # noqa: B023
+        of_tokens = functools.partial(needed, offload, ranks)  # grows with the tokens
+        fits = bisect.bisect(range(most + 1), free, key=of_tokens) - 1
         if fits >= least:
             why = ", since they do not fit on the GPU" if offload > cpu_offload else ""
             moved = f"policy and Adam in CPU memory{why}; " if offload else ""
-            share = f"{needed(fits, offload) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
+            share = f"{of_tokens(fits) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
             line = f"memory: {moved}{fits:,} tokens in a micro-batch, about {share}"
             return fits, offload, line
 
     def smallest(tokens):
-        return min(needed(tokens, offload) for offload in ways)
+        return min(needed(offload, ranks, tokens) for offload in ways)
 
-    more = [k for k in (2, 4, 8, 16, 32, 64) if k > ranks and needed(least, False, k) <= free]
+    more = [k for k in (2, 4, 8, 16, 32, 64) if k > ranks and needed(False, k, least) <= free]
     advice = [f"{k} GPUs (torchrun)" for k in more[:1]]
     shorter = microbatch_tokens and smallest(longest_row) <= free
     advice += [f"--microbatch-tokens {longest_row}" if shorter else "shorter rows"]
@@ -56,7 +56,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     )
 
 
-def memory_needed(actor, tokens, cpu_offload, ranks):
+def memory_needed(actor, cpu_offload, ranks, tokens):
     """Bytes that the policy needs on each rank with so many tokens in a micro-batch, estimated from
     the shapes alone. docs/running.md compares it with simulated peaks."""
     config, layers = actor.config, actor.base_model.layers

@@ -63,15 +63,14 @@ def load_problems(name_or_path, limit=None, verifier=None):
     for number, row in enumerate(rows, start=1):
         try:
             problems.append(to_problem(row, default))
-        except ValueError as reason:
+        except InputError as reason:
             left_out.append(f"row {number}: {reason}")
     reasons = f"{name}: left out {len(left_out)} of {len(rows)} rows ({'; '.join(left_out[:3])})"
     require(rows, f"{name} has no rows")
     require(problems, f"{reasons}. None is left; the columns are {', '.join(rows[0])}")
     if left_out:
         say(reasons)
-    blank = sum(problem.reference != problem.reference.strip() for problem in problems)
-    if blank:
+    if blank := sum(problem.reference != problem.reference.strip() for problem in problems):
         say(f"{name}: references with whitespace at an end, which is part of a*: {blank}")
     return problems[:limit]
 
@@ -104,7 +103,7 @@ def beyond_mathematics(row):
 
 
 def to_problem(row, verifier):
-    """One row -> Problem, with this verifier if the row names none. ValueError says what the row
+    """One row -> Problem, with this verifier if the row names none. InputError says what the row
     lacks. References are never stripped or rewritten, but numbers become text, and a box around
     the whole reference is taken off."""
     question, options = row.get("question") or row.get("problem"), row.get("options")
@@ -113,24 +112,21 @@ def to_problem(row, verifier):
         reference = int(reference)  # integers are often stored as floats if a value is missing
     if type(reference) in (int, float) and reference == reference:  # neither a bool nor nan
         reference = str(reference)
-    source = row.get("solution") if reference in (None, "") else reference
-    found = is_text(source) and split_answer(source)
-    if found and (source != reference or source.strip() == rf"\boxed{{{found[1]}}}"):
-        reference = found[1]
-    if not is_text(question):
-        raise ValueError("no question (`question` or `problem`)")
-    if not is_text(reference):
-        raise ValueError("no reference (`answer`, or `solution` with a box)")
-    if split_answer(rf"\boxed{{{reference}}}") != (len(r"\boxed"), reference):
-        raise ValueError(f"the reference {reference!r} cannot be boxed: check its braces")
-    verifier = row.get("verifier") or ("letter" if options else verifier)
-    if verifier not in VERIFIERS:
-        raise ValueError(f"the verifier {verifier!r} is not one of {', '.join(VERIFIERS)}")
+    in_solution = reference in (None, "")
+    text = row.get("solution") if in_solution else reference
+    box = is_text(text) and split_answer(text)
+    if box and (in_solution or text.strip() == rf"\boxed{{{box[1]}}}"):
+        reference = box[1]
+    require(is_text(question), "no question (`question` or `problem`)")
+    require(is_text(reference), "no reference (`answer`, or `solution` with a box)")
+    whole = split_answer(rf"\boxed{{{reference}}}") == (len(r"\boxed"), reference)
+    require(whole, f"the reference {reference!r} cannot be boxed: check its braces")
+    verifier, known = row.get("verifier") or ("letter" if options else verifier), list(VERIFIERS)
+    require(verifier in known, f"the verifier {verifier!r} is not one of {', '.join(known)}")
     if not options:
         return Problem(question, reference, verifier)
     by_letter = dict(zip("ABCDEFGHIJ", options)) if isinstance(options, list) else {}  # at most 10
-    if reference not in by_letter:
-        raise ValueError("the answer is not the letter of an option")
+    require(reference in by_letter, "the answer is not the letter of an option")
     lines = [f"{letter}: {option}" for letter, option in by_letter.items()]
     return Problem("\n".join([question, *lines]), reference, verifier)
 

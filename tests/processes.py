@@ -83,7 +83,7 @@ def peak_of_an_update(model_dir, path):
     for _ in range(2):
         update(model, optimizer, rows, 1e-6, 4096)
     peak = torch.cuda.max_memory_allocated()
-    torch.save((memory.memory_needed(actor, 4096, False), peak), path)
+    torch.save((memory.memory_needed(actor, False, 1, 4096), peak), path)
     dist.destroy_process_group()
 
 

@@ -81,11 +81,12 @@ def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     bad += [good | {"question": q} for q in ("", 3, None, "\ud800")]
     bad += [{"question": "q", "solution": s} for s in (r"\boxed{}", r"\boxed 2")]
     bad += [good | {"options": o, "answer": "B"} for o in (["x"], "xy", 4, {"A": "x"})]
-    bad += [good | {"options": ["x", "y"], "answer": "AB"}, good | {"verifier": "oracle"}]
+    bad += [good | {"options": ["x", "y"], "answer": "AB"}]
+    bad += [good | {"verifier": v} for v in ("oracle", ["math"])]
     problems = load_rows([*bad, good, good, good], limit=2)  # the limit counts usable rows
     assert problems == [Problem("q", "14", "text")] * 2
     said = capsys.readouterr().err
-    assert "left out 20 of 23 rows (row 1: the reference 'cold}' cannot be boxed" in said
+    assert "left out 21 of 24 rows (row 1: the reference 'cold}' cannot be boxed" in said
     assert "row 2: no reference (`answer`, or `solution` with a box)" in said
 
 

@@ -151,7 +151,7 @@ def test_a_group_says_what_was_sampled(toy_model_dir):
         for i, ids in enumerate(group.completions):
             assert (ids[-1] == stop) != group.truncated[i] and stop not in ids[:-1]
             if group.answers[i] is not None:
-                assert vocab.join(group.context(i)).endswith(b"\\boxed")
+                assert vocab.join(group.solution(i)).endswith(b"\\boxed")
                 assert group.texts[i].split("\\boxed{")[1].startswith(group.answers[i] + "}")
     assert 0 < answers.count(None) < 24  # 18 tokens are too few for some
 

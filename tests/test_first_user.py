@@ -80,7 +80,7 @@ def test_a_second_process_on_a_run_is_refused(script, monkeypatch, tmp_path, toy
     monkeypatch.setattr(os, "getpid", lambda: 0)  # the script takes itself for another process
     for module, dataset in (train, "toy"), (evaluate, "toy-test"):
         code, _, err = script(module, f"--model {toy_model_dir} --out held --dataset {dataset}")
-        assert code == 2 and f"held: process {holder} is writing to it" in err
+        assert code == 2 and f"held: process {holder} is writing to it" in err, err
 
 
 def test_a_run_resumes_only_with_its_data(script, stopped_run, monkeypatch):

@@ -16,7 +16,7 @@ HEALTHY |= {"tiny_reward_groups": 0.5, "boxes_opened": 0.1}
 CUT_OFF = {"answered": 0.0, "truncated": 0.9}
 WARNINGS = [
     ({}, "None"),
-    (CUT_OFF, "most were cut off: raise --max-new-tokens"),
+    (CUT_OFF, "most samples are cut off: raise --max-new-tokens"),
     (CUT_OFF | {"boxes_opened": 0.0}, "without a box: raise --max-new-tokens, or make"),
     ({"answered": 0.01}, "stops without a box and needs a supervised start"),
     ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, "so this step had no gradient"),
@@ -61,7 +61,7 @@ def test_a_run_that_learns_nothing_says_so(script, quick):
     """Three new tokens are too few for a box."""
     code, out, err = script(train, f"{quick} --out run --max-new-tokens 3")
     assert code == 0 and "The weights have not changed" in out
-    assert "warning at step 1: most samples were cut off without a box: raise" in err
+    assert "warning at step 1: most samples are cut off without a box: raise" in err
     assert "warning at step 2" not in err  # once is enough
 
 

@@ -61,11 +61,11 @@ def rloo_formula(model, tokenizer, group, R, A):
 def verifree_formula(model, tokenizer, group, R, A):
     """The same for the solution alone, and R_i times the log-prob of "{a*}" after it."""
     reference, terms = tokenizer.encode("{" + group.problem.reference + "}"), []
-    for i, ids in enumerate(group.completions):
-        solution = ids[: group.solution_lengths[i]]
-        terms.append(A[i] * naive_logprobs(model, group.prompt, solution).sum())
-        if group.boxes[i]:
-            terms[i] = terms[i] + R[i] * naive_logprobs(model, group.context(i), reference).sum()
+    for i, box in enumerate(group.boxes):
+        prompt, solution = group.prompt, group.solution(i)
+        terms.append(A[i] * naive_logprobs(model, prompt, solution).sum())
+        if box:
+            terms[i] = terms[i] + R[i] * naive_logprobs(model, prompt + solution, reference).sum()
     return terms
 
 

@@ -103,7 +103,7 @@ def test_resume(script, finished_run, stopped_run):
 
 
 BROKEN = {  # what is left of a file
-    "config.json": ("{}", "is not the configuration of a run"),
+    "config.json": ("{}", "run/config.json: expected an object with flags"),
     "metrics.jsonl": ('{"step": 0\n{"step": 1}\n', "row 1: expected"),
     "checkpoints/step-2/training/*.safetensors": ("half", "training: not readable .*remove"),
 }
@@ -155,8 +155,10 @@ FILES = {
     "columns.jsonl": '{"prompt": "Q?"}\n',
     "table.csv": "question,answer",
     "old/config.json": '{"flags": {"reward": "cer", "steps": 4, "lr_end": 0.5}}',
+    "old/results.json": "[]",
     "old/metrics.jsonl": "",
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
+    "ended/checkpoints/step-4/config.json": "",
 }
 FLAGS_OF = {
     train: "--model {model} --dataset good.jsonl --verifier text --samples 4 --max-new-tokens 64",
@@ -183,6 +185,8 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out {run} --lr 1", r"verifier was None and is text.* 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
     (evaluate, "--out {run}", r"run is not empty: choose a new directory"),
+    (train, "--out ended", r"ended is not empty"),
+    (evaluate, "--out old", r"old/results.json: expected an object with flags"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
     (plot, "nowhere --question 0", r"nowhere/samples.jsonl: no such file"),
     (plot, "old", r"old/metrics.jsonl is empty: the run has no step yet"),
@@ -197,7 +201,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
 @pytest.mark.parametrize("module, flags, says", REFUSED)
 def test_bad_input_gets_one_clear_line(script, toy_model_dir, finished_run, module, flags, says):
     for name, content in FILES.items():
-        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(content)
     flags = f"{FLAGS_OF[module]} {flags}".format(model=toy_model_dir, run=finished_run)
     code, out, err = script(module, flags)
