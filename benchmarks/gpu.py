@@ -149,22 +149,15 @@ def sampling(model, tokenizer, length, repeats, rows=64, prompt=16):
 
 
 def updating(model, tokenizer, length, repeats, rows=16):
-    """Time one optimizer step of the sharded fp32 policy, also as a share of the rate of a large
-    matrix product. What the backward pass recomputes is not counted."""
-    tokens, config, on_gpu = round(1.15 * length), model.config, model.device.type == "cuda"
+    """Time one optimizer step of the sharded fp32 policy."""
+    tokens, on_gpu = round(1.15 * length), model.device.type == "cuda"
     trained = policy.Policy(copy.deepcopy(model).float())
     batch = [TrainingRow([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=on_gpu)
     update(trained, optimizer, batch[:1], 1e-6, 16384)  # warm-up
     _, taken = measure(repeats, update, trained, optimizer, batch, 1e-6, 16384)
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)  # lm_head is the embedding
-    heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    rate = 3 * rows * (2 * matrices * tokens + 2 * heads * tokens**2) / taken["seconds"]
-    size = 8192 if on_gpu else 1024
-    square = torch.randn(size, size, device=model.device, dtype=model.dtype)
-    matrix_rate = 2 * size**3 / measure(10 * repeats, torch.mm, square, square)[1]["seconds"]
-    shares = {"tflops_per_second": rate / 1e12, "share_of_matrix_rate": rate / matrix_rate}
-    yield {"rows": rows, "tokens": tokens} | taken | shares
+    rate = rows * tokens / taken["seconds"]
+    yield {"rows": rows, "tokens": tokens} | taken | {"tokens_per_second": rate}
 
 
 if __name__ == "__main__":

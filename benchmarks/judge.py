@@ -44,7 +44,7 @@ def main():
     add("--name", help="of the model, in the table and figure (default: --model)")
     add("--questions", type=count, default=150, help="number of questions, from the first")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples of each question")
-    add("--max-new-tokens", type=count, default=40, help="longer samples are cut off")
+
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", type=Path, default=ROOT / "benchmarks/results/judge.csv", help="the CSV")
     args = parser.parse_args()
@@ -73,7 +73,7 @@ def samples_of(args, device, at_once=10):
     ranks.seed_everything(args.seed)
     for start in tqdm(range(0, len(problems), at_once), unit="batch"):
         batch = problems[start : start + at_once]
-        sampled = sample(model, tokenizer, batch, args.samples, args.max_new_tokens)
+        sampled = sample(model, tokenizer, batch, args.samples, max_new_tokens=40)
         R, records = conditional_expectation(sampled, actor=model, tokenizer=tokenizer, M=None)
         for group, R_group, record in zip(sampled, R, records):
             said = [a is not None and verdict(group.problem, a) for a in group.answers]
@@ -149,9 +149,8 @@ def form_of(answer):
 def summary(by_question, repeats=2000):
     """One line per statistic, with its mean over the questions that have it and the interval."""
     lines = []
-    for (statistic, which), values in (
-        pandas.DataFrame(by_question).dropna(axis=1, how="all").items()
-    ):
+    statistics_of = pandas.DataFrame(by_question).dropna(axis=1, how="all")
+    for (statistic, which), values in statistics_of.items():
         values = values.dropna()
         again = numpy.random.default_rng(0).choice(values, (repeats, len(values))).mean(axis=1)
         low, high = numpy.quantile(again, [0.025, 0.975])
