@@ -22,7 +22,7 @@ class Group:
     texts: list[str]  # N, decoded, without special tokens
     boxes: list[Box | None]  # N; where the answer is, None without a closed box
     truncated: list[bool]  # N; whether the length limit cut it off
-    entropies: list[float] | None  # N, if the sampler knows them; see engine.sampling.generate
+    entropies: list[float]  # N, or none if the sampler does not know them
 
     @property
     def answers(self):
@@ -58,10 +58,9 @@ def encode_prompt(tokenizer, problem):
     require(not control, f"the question {problem.question[:80]!r} has a control token, {control}")
     if not tokenizer.chat_template:
         return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
+    options = {"add_generation_prompt": True, "return_dict": False}
     try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+        return tokenizer.apply_chat_template(messages, **options)
     except jinja2.TemplateError as error:
         raise InputError(f"the chat template fails ({first_line(error)})") from error
 
@@ -78,8 +77,7 @@ def sample(model, tokenizer, problems, N, max_new_tokens, **settings):
     groups = []
     for k, (problem, prompt) in enumerate(zip(problems, prompts)):
         own = slice(k * N, (k + 1) * N)
-        of_group = entropies[own] if entropies else None
-        groups.append(to_group(tokenizer, stops, problem, prompt, completions[own], of_group))
+        groups.append(to_group(tokenizer, stops, problem, prompt, completions[own], entropies[own]))
     return groups
 
 

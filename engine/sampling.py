@@ -42,7 +42,7 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     A completion ends early where the model has no more positions. settings: see sampling_config.
 
     Another sampler would replace this function, and get new weights where copy_weights sets the
-    actor's and a seed where seed_everything sets torch's. It may return None for the entropies.
+    actor's and a seed where seed_everything sets torch's. It may return no entropies ([]).
 
     model.generate() runs in pieces of a few hundred tokens. The batch of a piece is made of the
     shortest unfinished rows, as many as fit in memory. So finished rows do not stay in memory until
