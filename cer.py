@@ -252,8 +252,8 @@ def read_answers(model, token_lists, lengths, cache):
 
 def spellings(vocab, answer):
     """The ways in which the tokenizer spells "{answer}" -> list of (t_1..t_k, closers): closers[i]
-    are the tokens that close the box after t_1..t_i, for i = 0..k. What both ways begin with has
-    closers only in the first way, so nothing counts twice."""
+    are the tokens that close the box after t_1..t_i, for i = 0..k. A beginning that both ways share
+    has closers only in the first, so nothing counts twice."""
     without_brace, with_brace = (vocab.encode("{" + answer + brace) for brace in ("", "}"))
     text, ways, seen = vocab.join(without_brace) + b"}", [], set()
     for tokens in without_brace, with_brace[:-1]:  # the last token holds the brace
