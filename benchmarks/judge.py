@@ -44,7 +44,6 @@ def main():
     add("--name", help="of the model, in the table and figure (default: --model)")
     add("--questions", type=count, default=150, help="number of questions, from the first")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples of each question")
-
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", type=Path, default=ROOT / "benchmarks/results/judge.csv", help="the CSV")
     args = parser.parse_args()

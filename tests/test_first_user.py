@@ -83,8 +83,12 @@ def test_a_second_process_on_a_run_is_refused(script, monkeypatch, tmp_path, toy
         assert code == 2 and f"held: process {holder} is writing to it" in err, err
 
 
-def test_a_run_resumes_only_with_its_data(script, stopped_run, monkeypatch):
-    monkeypatch.setattr(train, "load", None)  # it is known before a model loads
+def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_run, monkeypatch):
+    monkeypatch.setattr(train, "load", None)  # all of this is known before a model loads
+    code, _, err = script(train, "--out run --resume --steps 2")
+    assert code == 2 and "has completed 2 steps" in err
+    code, _, err = script(train, "--out run --resume --verifier text")
+    assert code == 2 and "verifier was None and is text" in err
     config = stopped_run / "config.json"
     config.write_text(config.read_text().replace("50 questions", "49 questions"))
     code, _, err = script(train, "--out run --resume")

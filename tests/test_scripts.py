@@ -168,7 +168,7 @@ FLAGS_OF = {
 }
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset broken.jsonl", r"broken.jsonl, row 2: expected objects with named columns"),
-    (train, "--dataset columns.jsonl", r"left out 1 of 1 rows .*no question .*columns are prompt"),
+    (train, "--dataset columns.jsonl", r"1 of 1 rows \(row 1: no question .*columns are prompt"),
     (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 .*a local file works too \(.jsonl"),
@@ -182,7 +182,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
     (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id on the hub"),
     (train, "--resume", r"--resume needs --out"),
-    (train, "--resume --out {run} --lr 1", r"verifier was None and is text.* 0.0006 and is 1.0"),
+    (train, "--resume --out {run} --lr 1", r"cannot change .*lr was 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
     (evaluate, "--out {run}", r"run is not empty: choose a new directory"),
     (train, "--out ended", r"ended is not empty"),
