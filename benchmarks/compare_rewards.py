@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,6 @@ from pathlib import Path
 
 import pandas
 import torch
-from judge import right_work
 from measure import ROOT, commit, markdown
 from tqdm import tqdm
 
@@ -174,12 +174,22 @@ def evaluate(out, step, held_out, when):
     run_script(f"{command} --out {directory}", out)
     samples = pandas.DataFrame(read_rows(directory / "samples.jsonl"))
     asked = zip(samples.question, samples.text)
-    work = pandas.Series([right_work(question, [text]).item() for question, text in asked])
+    work = pandas.Series([right_work(question, text) for question, text in asked])
     return {
         f"pass@1 {when}": round(samples.correct.mean(), 4),
         f"right work {when}": round(work.mean(), 4),
         f"slips {when}": round((work & ~samples.correct).mean(), 4),
     }
+
+
+WORK = {story.question(): story.work(story.method) for story in itertools.chain(*toy.stories())}
+
+
+def right_work(question, text):
+    """Whether the two steps of a sample's working are right."""
+    first, x, second, value = WORK[question]
+    first, second = re.escape(f"{first}={x}"), re.escape(second)
+    return bool(re.search(rf"\b{first}\b.*\b{second}(?:={value}\b|(?![=\d]))", text))
 
 
 def result(name, seed, out, steps):
