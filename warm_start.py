@@ -47,11 +47,13 @@ def main():
     steps = max(2, args.epochs * len(pairs) // args.batch)
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
     model = model.float().train()  # Adam would hardly move bf16 weights
+    if device.type == "cuda":
+        model.activation_checkpointing_enable()
     stop = tokenizer.eos_token_id
     require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
-    shown = iter(in_epochs(pairs, steps * args.batch, args.seed))
+    order = iter(in_epochs(pairs, steps * args.batch, args.seed))
     stopping = Stop()
-    loss = supervise(model, shown, steps, args.batch, args.lr, stop, lambda: stopping.received)
+    loss = supervise(model, order, steps, args.batch, args.lr, stop, lambda: stopping.received)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
     cli.MADE.clear()

@@ -68,9 +68,9 @@ def test_a_run_that_learns_nothing_says_so(script, quick):
 def test_a_supervised_start(script, tmp_path, toy_model_dir):
     (tmp_path / "demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
     (tmp_path / "mine.jsonl").write_text('{"question": "Q?", "answer": "seven"}\n')
-    flags = f"--model {toy_model_dir} --out warm --epochs 30 --batch 4 --lr 1e-2"
+    flags = f"--model {toy_model_dir} --out warm --epochs 20 --batch 4 --lr 1e-2"
     code, out, err = script(warm_start, f"{flags} --data demos.jsonl")
-    assert code == 0 and "4 demonstrations, 30 steps of 4" in out, err
+    assert code == 0 and "4 demonstrations, 20 steps of 4" in out, err
     flags = "--model warm --dataset mine.jsonl --steps 1 --questions 2 --samples 4 --out run"
     code, _, err = script(train, f"{flags} --max-new-tokens 16")
     assert code == 0 and "verifier text" in err
