@@ -66,19 +66,15 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     return summary, records
 
 
-def saved_results(args):
+def saved_results(out, flags):
     """The data sets that an interrupted evaluation with the same flags has finished."""
-    path = Path(args.out or "") / "results.json"
-    if not (args.out and path.exists()):
+    path = Path(out or "") / "results.json"
+    if not (out and path.exists()):
         return {}
     report = read_flags(path)
-    other = f"--out {args.out} holds an evaluation with other flags: choose a new directory"
-    cli.require(report["flags"] == flags_of(args), other)
+    other = f"--out {out} holds an evaluation with other flags: choose a new directory"
+    cli.require(report["flags"] == flags, other)
     return report["results"]
-
-
-def flags_of(args):
-    return {name: value for name, value in vars(args).items() if name != "out"}
 
 
 def main():
@@ -98,7 +94,8 @@ def main():
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
     args = parser.parse_args()
     device = init_ranks()
-    results = saved_results(args)
+    flags = {name: value for name, value in vars(args).items() if name != "out"}
+    results = saved_results(args.out, flags)
     out = claim(args.out, "eval", resume=bool(results))
     todo = [name for name in args.dataset.split(",") if name not in results]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in todo}
@@ -112,13 +109,13 @@ def main():
         results[name], records = evaluate(
             model, tokenizer, problems, runs, args.max_new_tokens, args.seed, **sampling
         )
-        if dist.get_rank() == 0:  # save now, since the next data set may take hours
-            report = {"flags": flags_of(args), "results": results}
+        if cli.is_rank_0():  # save now, since the next data set may take hours
+            report = {"flags": flags, "results": results}
             write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
             cli.MADE.clear()
             append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])
             cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
-    if dist.get_rank() == 0:
+    if cli.is_rank_0():
         table = pandas.DataFrame.from_dict(results, orient="index")
         print(f"pass@1 at temperature {args.temperature:g}")
         print(table.to_string(float_format="{:.3f}".format))

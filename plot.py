@@ -27,7 +27,6 @@ matplotlib.rcParams |= {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 11,
-    "axes.labelsize": 10,
 }
 COLOURS = {  # of each reward, in every figure
     "cer": "#0072B2",

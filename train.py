@@ -54,7 +54,7 @@ def main():
     copy_weights(policy, actor)
 
     training_rows = verifree_rows if args.reward == "verifree" else rloo_rows
-    shown = in_epochs(problems, last_step * args.questions, args.seed)
+    order = in_epochs(problems, last_step * args.questions, args.seed)
     log = RunLog(out, args, fingerprint(problems), first_step, last_step)
     stop = Stop()
     log.header(actor, problems, memory)
@@ -65,16 +65,16 @@ def main():
         seed_everything(args.seed, step)
         log.start()
 
-        # 1. Sample N solutions and answers to each of this rank's questions: B groups.
-        batch = shown[(step - 1) * args.questions : step * args.questions][rank::world]
+        # 1. Sample N solutions and answers to each of this rank's b questions: b groups.
+        batch = order[(step - 1) * args.questions : step * args.questions][rank::world]
         groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
         log.lap("sample")
 
-        # 2. Reward: R [B, N]. No gradient flows through it.
+        # 2. Reward: R [b, N]. No gradient flows through it.
         R, records = compute_rewards(args.reward, groups, **inputs)
         log.lap("reward")
 
-        # 3. Leave-one-out: from each reward subtract the mean of the others in its group. A [B, N].
+        # 3. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
         A = leave_one_out(R)
 
         # 4. Update: one optimizer step on the samples of all ranks.

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from engine.cli import InputError, first_line, require, say
+from engine.cli import InputError, first_line, is_rank_0, require, say
 from engine.files import checkpoints, read_config
 
 TENSORS_IN_A_FILE = 32
@@ -59,12 +59,11 @@ def reason(error):
 
 def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     """Save out/checkpoints/step-K/, a Hugging Face directory. Its folder training/ is for --resume;
-    every rank writes its own shards there, as safetensors. A file is held in host memory twice
-    while it is written, so the state goes into many. A checkpoint is renamed after it is written
-    and again before it is deleted, so a directory of that name is always complete."""
+    every rank writes its own shards there, as safetensors. It is named `partial` until it is
+    written, and again before it is deleted, so step-K is always complete. A file is held in host
+    memory twice while it is written, so the state goes into many files."""
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
-    rank = dist.get_rank()
-    if rank == 0:
+    if is_rank_0():
         shutil.rmtree(partial, ignore_errors=True)
         if partial.exists():  # it cannot be deleted
             partial.rename(partial.with_name(f"partial-{time.time_ns()}"))
@@ -74,19 +73,19 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
         file_of = {name: 1 + number // TENSORS_IN_A_FILE for number, name in enumerate(state)}
         writer = HuggingFaceStorageWriter(str(partial / "training"), file_of, save_distributed=True)
         dcp.save(state, storage_writer=writer)
-        if rank == 0:
+        if is_rank_0():
             actor.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
-        if rank == 0:
+        if is_rank_0():
             shutil.rmtree(partial, ignore_errors=True)
         last = ["none", *(path.name for _, path in checkpoints(out))][-1]
         problem = f"cannot save {directory} ({reason(error)})"
         raise InputError(f"{problem}; the last complete checkpoint is {last}") from error
     os.sync()
     dist.barrier()
-    if rank == 0:
+    if is_rank_0():
         partial.rename(directory)
         for _, old in checkpoints(out)[:-keep]:
             try:
@@ -94,6 +93,7 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
                 shutil.rmtree(partial)
             except OSError as error:
                 say(f"warning: {old} cannot be deleted ({first_line(error)})")
+    dist.barrier()  # torchrun ends all ranks when one has ended
 
 
 def load_checkpoint(out, policy, optimizer):

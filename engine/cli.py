@@ -48,7 +48,8 @@ def run_script(main):
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
             raise
-        message = f"{error} (train.py: try --microbatch-tokens or --cpu-offload)"
+        hint = "try --microbatch-tokens or --cpu-offload (train.py), or --batch (warm_start.py)"
+        message = f"{error}: {hint}"
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # If all ranks meet the same error, rank 0 prints it, and torchrun ends the others while
         # they sleep. A rank that is still alive after 8 s failed alone and prints the error itself.

@@ -40,7 +40,7 @@ def read_rows(path, log=False):
 
 
 def write_atomically(path, text):
-    """Write beside path, then rename. A crash leaves the old file or the new one, never half."""
+    """Write beside path, then rename. A killed process leaves the old file or the new one."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     os.replace(partial, path)
@@ -57,17 +57,21 @@ def to_jsonl(rows):
     return "".join(json.dumps(row) + "\n" for row in finite)
 
 
+LOCKS = []  # the lock files that this process holds open until it ends
+
+
 def lock(directory):
     """Make a directory, and lock it against other processes until this one ends."""
     MADE[:] = [path for path in [directory, *directory.parents] if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT)  # never closed
+    file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT)
+    LOCKS.append(file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except BlockingIOError as error:
         MADE.clear()  # the directory is another process's
         owner = os.read(file, 20).decode()
-        require(owner == str(os.getpid()), f"{directory}: process {owner} is writing to it")
+        raise InputError(f"{directory}: process {owner} is writing to it") from error
     os.ftruncate(file, 0)
     os.pwrite(file, str(os.getpid()).encode(), 0)
 

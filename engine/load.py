@@ -42,7 +42,7 @@ def load_model(name_or_dir, device, dtype):
     """Load a Hugging Face causal language model, in eval mode."""
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     model = from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
-    model.set_attn_implementation("sdpa")  # a model's own config may name another
+    model.set_attn_implementation("sdpa")  # a config's `_attn_implementation` overrides the option
     fuse_norms(model)
     return model
 
@@ -94,10 +94,10 @@ def check_model(model, tokenizer):
     hidden state, and attention covers the whole context."""
     name, ids = model.config.model_type, len(tokenizer)
     rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
-    fixed = f"{name}: {rope} RoPE is not supported, since it depends on the longest row of a batch"
-    require(rope not in ("dynamic", "longrope"), fixed)
-    laid_out = hasattr(model, "lm_head") and hasattr(model.base_model, "layers")
-    require(laid_out, f"{name} is not supported: it is not laid out as Llama and Qwen are")
+    per_row = f"{name}: {rope} RoPE is not supported, since it depends on a batch's longest row"
+    require(rope not in ("dynamic", "longrope"), per_row)
+    has_layout = hasattr(model, "lm_head") and hasattr(model.base_model, "layers")
+    require(has_layout, f"{name} is not supported: it is not laid out as Llama and Qwen are")
     dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     dropout = getattr(model.config, "attention_dropout", 0) or max(dropouts, default=0)
     require(not dropout, f"{name}: dropout must be 0, or training is not on-policy")
@@ -119,5 +119,5 @@ def check_model(model, tokenizer):
     hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
     difference = model.lm_head(hidden[:, -1]).float() - out.logits[0]
     # The limit allows for bf16 rounding. A scale or a soft cap on the logits exceeds it.
-    alike = difference.norm() <= 0.1 * out.logits[0].norm()
-    require(alike, f"{name} is not supported: its logits are not lm_head(hidden state)")
+    equal = difference.norm() <= 0.1 * out.logits[0].norm()
+    require(equal, f"{name} is not supported: its logits are not lm_head(hidden state)")

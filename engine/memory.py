@@ -1,9 +1,12 @@
 """Decide how the policy fits into memory beside the actor, and check the host's memory and disk."""
 
 import bisect
+import contextlib
 import functools
+import math
 import os
 import shutil
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     memory. If it does not fit there either, this raises InputError before the policy is loaded. All
     ranks decide alike, by the smallest free memory of any rank."""
     what = f"the longest prompt and --max-new-tokens add up to {longest_row} tokens"
-    positions = getattr(actor.config, "max_position_embeddings", longest_row)
+    positions = getattr(actor.config, "max_position_embeddings", None) or longest_row
     require(longest_row <= positions, f"{what}, but the model has {positions} positions")
     free, ranks = 0.97 * min(all_gather([free_memory()])), dist.get_world_size()
     on_gpu = torch.cuda.is_available()
@@ -67,7 +70,7 @@ def memory_needed(actor, cpu_offload, ranks, tokens):
     # What is kept: each layer's input, the activations of one layer (on a CPU, of all layers) and
     # their gradient.
     one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
-    layers_held = 1 if on_gpu else len(layers)
+    layers_held = 1 if on_gpu else len(layers)  # Policy recomputes activations on GPUs alone
     kept = len(layers) * config.hidden_size + (layers_held + 1) * one_layer
     # FSDP's root group is the embeddings. They are gathered, and there is the gradient of lm_head,
     # while the layers run backward. After that the root's gradient is summed over the ranks.
@@ -95,7 +98,7 @@ def check_host(actor, out, cpu_offload, checkpoints):
     needed = max(loading, offloaded + 2 * parameters / GB + 6)
     with open("/proc/meminfo") as file:
         available = next(line for line in file if "MemAvailable" in line)
-    free = int(available.split()[1]) * 1024 / GB
+    free = min(int(available.split()[1]) * 1024, container_limit()) / GB
     short = f"the host needs about {needed:.3g} GB of memory, and {free:.3g} GB are free"
     require(needed < free, short)
     return f"host memory: about {needed:.3g} of {free:.3g} GB are needed; {line}"
@@ -106,4 +109,11 @@ def free_memory():
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min(whole, container_limit()) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def container_limit():
+    """Bytes of memory that the container may use. Beyond them it is killed without a message."""
+    with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        return int(Path("/sys/fs/cgroup/memory.max").read_text())
+    return math.inf

@@ -82,8 +82,8 @@ def extend(model, so_far, tokens, bar, settings):
     ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
     mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
     probe = Probe(model.tokenizer_size, bar)
-    # A static cache is written in place. The default one is copied whole at every token. Under
-    # generate()'s own compilation the keys of grouped queries would be repeated for all heads.
+    # A static cache is written in place. The default one is copied whole at every token. Compiled,
+    # transformers (5.23) would repeat the keys of grouped queries for all heads.
     cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)
     settings = settings | {"max_new_tokens": tokens, "disable_compile": True}
     longer = model.generate(
@@ -97,14 +97,16 @@ def extend(model, so_far, tokens, bar, settings):
 
 
 def row_bytes(model, tokens, more):
-    """The memory of a row of so many tokens that samples `more`: its keys and values, the
-    activations of one layer in the prefill, and some copies of its logits."""
+    """The memory of a row of so many tokens that samples `more`: its keys and values; in the
+    prefill the activations of one layer and the attention mask; six copies of its logits."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     kv = 2 * config.num_hidden_layers * kv_heads * head_dim  # Qwen3-4B in bf16: 144 KiB a token
     layer = 4 * (config.hidden_size + config.intermediate_size)
-    return ((tokens + more) * kv + tokens * layer) * model.dtype.itemsize + 24 * config.vocab_size
+    mask = 6 * tokens * (tokens + more)  # bool, and twice in bf16
+    numbers = (tokens + more) * kv + tokens * layer
+    return numbers * model.dtype.itemsize + mask + 6 * 4 * config.vocab_size
 
 
 def bytes_that_fit(model):

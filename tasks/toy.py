@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from engine.cli import is_rank_0
 from engine.supervised import supervise
 
 # What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
@@ -206,7 +207,7 @@ def build_model(tokenizer):
 def make_model(directory, args):
     """Make the toy's own model for a run, unless the run is resumed -> the directory."""
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
-    if dist.get_rank() == 0 and not args.resume:
+    if is_rank_0() and not args.resume:
         warm_start(directory, args.seed)
     dist.barrier()
     return str(directory)
@@ -214,7 +215,7 @@ def make_model(directory, args):
 
 def warm_start(directory, seed, steps=900):
     """Train the toy's model on demonstrations and save it, with its tokenizer, in directory."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
     rng, (_, train) = random.Random(seed), stories()
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
-from engine import cli, ranks
+from engine import cli, files, ranks
 from engine.files import append_rows, checkpoints, read_rows
 from engine.tokens import vocabulary
 from rloo import TrainingRow
@@ -77,6 +77,8 @@ def run_script(module, arguments):
             cli.run_script(module.main)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    while files.LOCKS:  # as at the end of a process
+        os.close(files.LOCKS.pop())
     return stop.value.code or 0, out.getvalue(), err.getvalue()
 
 

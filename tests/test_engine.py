@@ -85,7 +85,7 @@ def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_pa
     penalties = dict(repetition_penalty=1.5, top_k=20, temperature=0.3, no_repeat_ngram_size=2)
     save(tmp_path, model, tokenizer, do_sample=True, eos_token_id=[stop, 7], **penalties)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"_attn_implementation": "eager"}))
     model, _ = load.load(tmp_path, "cpu")
     assert model.config._attn_implementation == "sdpa"
     assert model.generation_config.repetition_penalty in (None, 1.0)

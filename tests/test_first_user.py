@@ -14,9 +14,8 @@ import evaluate
 import rewards
 import train
 import warm_start
-from engine import checkpoints, cli, load, log, memory, policy
+from engine import checkpoints, cli, files, load, log, memory, policy
 from engine.cli import InputError
-from engine.files import lock, to_jsonl
 from engine.ranks import Stop
 from engine.sampling import generate
 from engine.supervised import supervise
@@ -74,13 +73,12 @@ def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, r
 # ----------------------------------------------------------------------------------- the same run
 
 
-def test_a_second_process_on_a_run_is_refused(script, monkeypatch, tmp_path, toy_model_dir):
-    lock(tmp_path / "held")
-    holder = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: 0)  # the script takes itself for another process
-    for module, dataset in (train, "toy"), (evaluate, "toy-test"):
-        code, _, err = script(module, f"--model {toy_model_dir} --out held --dataset {dataset}")
-        assert code == 2 and f"held: process {holder} is writing to it" in err, err
+def test_a_second_process_on_a_run_is_refused(script, tmp_path):
+    """Before it loads anything."""
+    for module in train, evaluate:
+        files.lock(tmp_path / "held")
+        code, _, err = script(module, "--model nowhere --out held --dataset toy")
+        assert code == 2 and f"held: process {os.getpid()} is writing to it" in err, err
 
 
 def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_run, monkeypatch):
@@ -97,7 +95,7 @@ def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_
 
 def test_a_stopped_supervised_start_is_saved(script, tmp_path, toy_model_dir, monkeypatch):
     demonstration = {"question": "Q?", "solution": r"so \boxed{7}"}
-    (tmp_path / "demos.jsonl").write_text(to_jsonl([demonstration] * 4))
+    (tmp_path / "demos.jsonl").write_text(files.to_jsonl([demonstration] * 4))
 
     def stopped(*args):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -180,8 +178,8 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
         memory.check_host(actor, tmp_path, False, 10**9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "host memory: about 6" in memory.check_host(actor, tmp_path, False, 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(10**9))
-    with pytest.raises(InputError, match="the host needs about"):
+    monkeypatch.setattr(memory, "container_limit", lambda: 5e9)
+    with pytest.raises(InputError, match="the host needs about 6.* GB .* and 5 GB are free"):
         memory.check_host(actor, tmp_path, False, 1)
 
 
