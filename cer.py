@@ -13,8 +13,8 @@ With N samples (s_i, a_i) of one question:
     D           the row sums of W (diagonal)
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
-From a model, W is computed with one row for each distinct answer and one column for each sample
-with a closed box.
+In the code W is [U, N]: samples with the same answer share one of U rows, and only samples with a
+closed box have a column.
 
 Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). As
 the s_j are samples of pi(s|q), the posterior over them is row i of W divided by its sum, D^-1 W.
@@ -24,10 +24,10 @@ box that opens closes (docs/theory.md). The paper averages over M of the N solut
 other entries of each row are masked (choose_solutions).
 
 A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
-similar reward. A wrong answer mostly comes from other solutions, and gets a small one. (After a
-right solution it can keep most of the reward.) In expectation over the model's answers the reward
-equals that of exact match (Theorem 2): CER moves reward from the exact match to other answers (in
-examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
+similar reward. A wrong answer mostly comes from other solutions, and gets a small one; but a slip,
+a wrong answer after a right solution, can get a large one. In expectation over the model's answers
+the reward equals that of exact match (Theorem 2): CER moves reward from the exact match to other
+answers (in examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
 
 The file has three parts: the mathematics, on tensors alone; `rewards`, from the sampled tokens of
 one question to R; and W and P from a model. `python examples/by_hand.py` prints an example that is
@@ -103,10 +103,10 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     prompt: token ids. completions: N lists of token ids as they were sampled. Each answer is
     averaged over M of the solutions, or over all by default.
 
-    No gradient flows through R. A sample without a closed box gets reward 0 and has no row or
-    column. (If its box opened but did not close, leaving out its column biases the other rewards.)
-    An empty box states no answer, so its reward is 0 unless the reference is empty. Its column
-    stays, since its solution is a sample of the prior like any other.
+    No gradient flows through R. A sample without a closed box gets reward 0, and has neither row
+    nor column. (If its box opened, this biases the other rewards: docs/theory.md.) An empty box
+    states no answer, so its reward is 0 unless the reference is empty. It keeps its column, since
+    its solution is a sample of the prior like any other.
 
     model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
     top-k or top-p, or they are no samples of pi(s|q). None of this is checked, and otherwise R is
@@ -166,10 +166,10 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
                  v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
 
-    The brace can change the tokens before it: SmolLM2 spells `(C)}` with the last token `)}`, and
-    `(C)}}` with `)` and `}}`. So both spellings count, that of "{answer" and that of "{answer}"
-    (see spellings). Others are left out, which makes this a lower bound. docs/measurements.md
-    compares it with a real model's samples.
+    The brace can also change the tokens before it. SmolLM2 ends the answer `\text{(C)}` with the
+    token `)}`, but with the closing brace, `\text{(C)}}`, with `)` and `}}`. So both spellings
+    count, that of "{answer" and that of "{answer}" (see spellings). Others are left out, which
+    makes this a lower bound. docs/measurements.md compares it with a real model's samples.
 
     Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
     usually one more that reads all answers after each of its contexts (see read_answers). A naive
