@@ -179,8 +179,10 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "host memory: about 6" in memory.check_host(actor, tmp_path, False, 1)
     monkeypatch.setattr(memory, "container_limit", lambda: 5e9)
-    with pytest.raises(InputError, match="the host needs about 6.* GB .* and 5 GB are free"):
-        memory.check_host(actor, tmp_path, False, 1)
+    for ranks, needed in (1, "6"), (10**9, r"\d.*e\+"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        with pytest.raises(InputError, match=f"the host needs about {needed}.* and 5 GB are free"):
+            memory.check_host(actor, tmp_path, False, 1)
 
 
 def test_a_state_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
