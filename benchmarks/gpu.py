@@ -21,7 +21,7 @@ import transformers
 from measure import commit
 
 from cer import answer_logprobs, log_finished, spellings
-from engine import cli, load, policy, ranks
+from engine import cli, load, memory, policy, ranks
 from engine.sampling import Probe, generate
 from engine.tokens import vocabulary
 from rloo import TrainingRow, update
@@ -149,15 +149,19 @@ def sampling(model, tokenizer, length, repeats, rows=64, prompt=16):
 
 
 def updating(model, tokenizer, length, repeats, rows=16):
-    """Time one optimizer step of the sharded fp32 policy."""
+    """Time one optimizer step of the sharded fp32 policy, and compare its memory, from its making
+    on, with the program's estimate."""
     tokens, on_gpu = round(1.15 * length), model.device.type == "cuda"
+    held, estimate = torch.cuda.memory_allocated(), memory.memory_needed(model, False, 1, 16384)
     trained = policy.Policy(copy.deepcopy(model).float())
     batch = [TrainingRow([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=on_gpu)
     update(trained, optimizer, batch[:1], 1e-6, 16384)  # warm-up
     _, taken = measure(repeats, update, trained, optimizer, batch, 1e-6, 16384)
-    rate = rows * tokens / taken["seconds"]
-    yield {"rows": rows, "tokens": tokens} | taken | {"tokens_per_second": rate}
+    taken["tokens_per_second"] = rows * tokens / taken["seconds"]
+    peaks = {"peak": torch.cuda.max_memory_allocated() - held, "estimate": estimate}
+    taken |= {f"policy_{name}_gib": size / 2**30 for name, size in peaks.items()}
+    yield {"rows": rows, "tokens": tokens} | taken
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ import multiprocessing
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from engine import cli, load, memory, policy, ranks
-from rloo import TrainingRow, update
+from engine import cli, load, policy, ranks
+from rloo import update
 
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = f"{HERE}:{HERE.parent}"  # for the server
@@ -70,30 +69,3 @@ def two_updates(model_dir, rows, budget, lr, path):
         torch.save({"done": done, "weights": weights}, path)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def peak_of_an_update(model_dir, path):
-    """The estimate of what the policy needs on a GPU, and the peak of two updates. The actor stays
-    on the CPU."""
-    device, rows = ranks.init_ranks(), [TrainingRow([9] * 1024, [0.0] + [1e-3] * 1023)] * 16
-    actor = load.load_model(model_dir, "cpu", torch.bfloat16)
-    model = policy.Policy(load.load_model(model_dir, "cpu", torch.float32).to(device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        update(model, optimizer, rows, 1e-6, 4096)
-    peak = torch.cuda.max_memory_allocated()
-    torch.save((memory.memory_needed(actor, False, 1, 4096), peak), path)
-    dist.destroy_process_group()
-
-
-def fail_on_all_ranks():
-    ranks.init_ranks()
-    raise cli.InputError("the disk is gone")
-
-
-def fail_on_rank_1():
-    time.sleep = lambda seconds: None  # the time in which torchrun would have ended this rank
-    ranks.init_ranks()
-    cli.require(dist.get_rank() == 0, "the disk of this rank is gone")
-    dist.barrier()

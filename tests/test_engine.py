@@ -142,18 +142,15 @@ def test_samples_follow_the_models_distribution(loaded):
 
 def test_a_group_says_what_was_sampled(toy_model_dir):
     model, tokenizer = load.load(toy_model_dir, "cpu")
-    problems, answers = data.load_problems("toy-test", 4), []
-    groups = sample(model, tokenizer, problems, 6, 18)
-    vocab, stop = vocabulary(tokenizer), tokenizer.eos_token_id
-    for problem, group in zip(problems, groups):
-        answers += group.answers
-        assert group.problem is problem and group.prompt == encode_prompt(tokenizer, problem)
-        for i, ids in enumerate(group.completions):
-            assert (ids[-1] == stop) != group.truncated[i] and stop not in ids[:-1]
-            if group.answers[i] is not None:
-                assert vocab.join(group.solution(i)).endswith(b"\\boxed")
-                assert group.texts[i].split("\\boxed{")[1].startswith(group.answers[i] + "}")
-    assert 0 < answers.count(None) < 24  # 18 tokens are too few for some
+    [problem], answered = data.load_problems("toy-test", 1), 0
+    [group] = sample(model, tokenizer, [problem], 24, 18)
+    assert group.problem is problem and group.prompt == encode_prompt(tokenizer, problem)
+    for i, ids in enumerate(group.completions):
+        assert group.truncated[i] == (tokenizer.eos_token_id not in ids)
+        if group.answers[i] is not None:
+            box, answered = f"{{{group.answers[i]}}}", answered + 1
+            assert group.texts[i].startswith(tokenizer.decode(group.solution(i)) + box)
+    assert 0 < answered < 24  # 18 tokens are too few for some
 
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -198,7 +195,6 @@ OFFLOADED = "policy and Adam in CPU memory, since they do not fit on the GPU; 16
 PLANS = [  # GB of the card, ranks, flags -> the line of the log, or what is refused
     (141, 1, {}, "memory: 16,384 tokens in a micro-batch"),
     (83, 1, {}, "memory: 9,827 tokens"),
-    (83, 2, {}, "memory: 16,384 tokens"),
     (40, 1, {}, OFFLOADED),
     (24, 1, {}, "6144 tokens .* about 22.9 GB per GPU .* and 15.5 GB are free: use 8 GPUs"),
     (141, 1, dict(cpu_offload=True), "memory: policy and Adam in CPU memory; 16,384 tokens"),
@@ -237,13 +233,3 @@ def test_chunked_logprobs_equal_the_log_softmax():
     for ours, theirs in zip([fast, *grads[1]], [naive, *grads[0]]):
         assert torch.allclose(ours, theirs, atol=1e-4)
     assert sorted(made) == [1] * 2 + [5] * 8
-
-
-@on_devices
-def test_the_actor_follows_the_policy(device):
-    trained, actor = (tiny_model(64, seed=seed).to(device) for seed in (1, 2))
-    actor = actor.to(torch.bfloat16)
-    trained = policy.Policy(trained)
-    policy.copy_weights(trained, actor)
-    for ours, theirs in zip(actor.parameters(), trained.parameters(), strict=True):
-        assert torch.equal(ours, theirs.full_tensor().to(torch.bfloat16))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import two_tables_figure
 from test_cer import finite_distribution
 
 import evaluate
@@ -95,23 +94,19 @@ def test_play(tmp_path):
 
 def test_play_asks_and_its_text_follows_the_numbers(tmp_path):
     steps = """const [, name, , question, answer] = PRESETS[0], {slider, typed, p} = controls[0];
-        const R = () => [...$("drawn").querySelectorAll("td.R")], M = $("M");
-        const sees = (what, ...expected) => check(what,
-          [first("sentence"), pressed("presets"), style(R()[0]).visibility], expected);
-        const click = () => $("sentence").lastChild.click();
-        check("as worked out", near([0, 2, 4].map(i => +R()[i].textContent), [.466, .45, .095]));
-        sees("a question", question, name, "hidden"); click(); sees("", answer, name, "visible");
+        const R = () => $("drawn").querySelector("td.R"), tell = () => $("sentence").lastChild;
+        const sees = (...expected) => check("the text",
+          [first("sentence"), pressed("presets"), style(R()).visibility], expected);
+        sees(question, name, "hidden"); tell().click(); sees(answer, name, "visible");
+        check("as worked out", R().textContent, "0.466");
         for (const value of ["", "-1", "1e309", "0,5"]) {
           typed.value = value; typed.onchange({target: typed});
           check("what is no probability is ignored", [...p], [.5, .3, .2]);
         }
-        check("the arrows", typed.step, "0.01"); sees("no change", answer, name, "visible");
         for (const value of [1, .5]) { slider.value = value; slider.oninput({target: slider}); }
         check("the old proportions", near(p, [.5, .3, .2]));
-        sees("a change", "These are your own numbers.", undefined, "visible");
-        click(); sees("a reset", question, name, "hidden");
-        for (const N of [16, 4, 16]) { set("N", N); check("M is N", +M.value, N); }
-        M.value = 3; M.dispatchEvent(new Event("input")); set("N", 8); check("M", M.value, "3");"""
+        sees("These are your own numbers.", undefined, "visible");
+        for (const N of [16, 4]) { set("N", N); check("M is N", +$("M").value, N); }"""
     assert in_browser(tmp_path, steps) == []
 
 
@@ -134,28 +129,22 @@ def as_file(lines):
 
 
 def test_look_reads_files(tmp_path):
-    """Bad lines, small pieces, a file that has changed or is dropped beside the box."""
+    """Bad lines, small pieces, a file that has changed."""
     good = [group(1, [0.5] * 4), group(2, [1.0, 0.0, 0.0, 1.0]), group(2, [0.0] * 4)]
     steps = f"""const good = {as_file(good)}, line = good.split("\\n")[0];
         const empty = JSON.stringify({{...JSON.parse(line), answers: []}});
         for (const [lines, expected] of [[good, ": 3 groups in 2 steps."],
-          [line, ": 1 group in 1 step."], ["", " is no samples.jsonl: it is empty."],
+          ["", " is no samples.jsonl: it is empty."],
           ['{{"step": 1\\n' + good, ": 3 groups in 2 steps. 1 line left out (line 1: "],
           [empty, " is no samples.jsonl: line 1: it has no samples."]]) {{
           await look(lines); check(expected, text("say").startsWith("f" + expected));
         }}
-        check("no group", $("run").hidden);
         await openRun(new File([good], "f"), 1);  // in pieces of one byte, then larger ones
         await set("part", 1); check("from the middle", table()[1], ["1: = 14", "1.000", "+0.667"]);
         const no = () => Promise.reject("it has changed"), target = {{value: "f"}};
         opened.file = {{name: "f", size: 9, slice: () => ({{text: no, arrayBuffer: no}})}};
         await showGroup(); check("a change", text("question").includes("Choose it again"));
-        await openRun(opened.file); check("a change", text("say").includes("choose it again"));
-        $("file").onclick({{target}}); check("the same file can be chosen", target.value, "");
-        for (const name of ["dragover", "drop"]) {{
-          const how = {{bubbles: true, cancelable: true, dataTransfer: new DataTransfer()}};
-          check("the page stays", !document.body.dispatchEvent(new DragEvent(name, how)));
-        }}"""
+        $("file").onclick({{target}}); check("the same file can be chosen", target.value, "");"""
     assert in_browser(tmp_path, steps) == []
 
 
@@ -176,10 +165,6 @@ def test_look_at_a_run(tmp_path):
     steps = f"""const panel = () => [text("whose"), text("solution")], found = {{}};
         await look({as_file(lines)});
         check("CER", table().map(tr => tr.join("|")), `{rows}`.split(/,\\s+/));
-        const wide = $("samples").parentNode, [name, , , , R] = $("samples").rows[2].cells;
-        wide.style.width = "220px"; wide.scrollLeft = 40;  // as on a phone
-        const [outer, left, right] = [wide, name, R].map(node => node.getBoundingClientRect());
-        check("stays", left.left - outer.left < 1 && outer.right - right.right > -1);
         $("samples").rows[5].querySelector("button").click();
         check("the last", panel(), ["Sample 2: (no answer) (truncated)", "I count the\\neggs and"]);
         await set("part", 1); check("the next", panel()[0], "Sample 1: = 14");
@@ -220,9 +205,7 @@ def test_the_film(tmp_path):
               forms.rows[2].cells[k + 1]].map(cell => cell.textContent);
             check("a frame", [...cells, curves.children.length], [...expected, 1]);
           }
-        }
-        const wide = [...document.querySelectorAll(".wide")];
-        check("a keyboard scrolls", wide.every(node => node.tabIndex === 0 && node.ariaLabel));"""
+        }"""
     assert in_browser(tmp_path, steps, film) == []
 
 
@@ -241,41 +224,18 @@ def test_learn_shows_what_its_claims_say(tmp_path):
 
 
 def test_learn_starts_in_sight_and_again_when_a_setting_changes(tmp_path):
-    """The last settings win, the page draws on the way, and nothing below the charts moves. A
-    claim's text goes when a setting changes."""
+    """The last settings win, and a claim's text goes when a setting changes."""
     steps = """const last = () => curves.exact.at(-1).pass.mean, top = $("look").offsetTop;
         for (let k = 0; learning === 1; k++) {  // twice if the first frame was not drawn yet
           scrollTo(0, k % 2 ? 0 : $("learn").offsetTop); await soon(100);
         }
-        let beats = 0, timer = setInterval(() => beats++, 5);
-        $("learn-forms").value = 4; await learn(50); const four = last();
-        clearInterval(timer); check("the page answers while it trains", beats > 5);
-        check("nothing below moves", $("look").offsetTop, top);
         const old = learn(); $("learn-forms").value = 1; await Promise.all([learn(50), old]);
-        check("one form makes exact match a perfect verifier",
-          [last(), four < last() - .02], [curves.perfect.at(-1).pass.mean, true]);
-        $("charts").style.width = "300px"; onresize(); const svg = $("charts").firstChild;
-        check("size", [svg.width.baseVal.value, style(svg.firstChild).fontSize], [300, "15px"]);
+        check("one form: a perfect verifier", last(), curves.perfect.at(-1).pass.mean);
+        check("nothing below the charts moves", $("look").offsetTop, top);
         location.hash = "#learn/slips";
         while (!$("charts").innerHTML.includes("stroke-dasharray: 9 6")) await soon();
         const says = (...expected) =>
           check("a claim", [$("learn-M").value, pressed("claims"), first("claim")], expected);
         says("16", CLAIMS[1][1], CLAIMS[1][4]);
-        set("learn-N", 12); says("12", undefined, "These are your own settings.");
-        $("claims").children[2].click(); check("a link", location.hash, "#learn/verifree");"""
+        set("learn-N", 12); says("12", undefined, "These are your own settings.");"""
     assert in_browser(tmp_path, steps) == []
-
-
-def test_learn_agrees_with_the_script(tmp_path):
-    """50 seeds of the page and 100 of two_tables_figure.py: the difference of their pass@1 after
-    40 steps lies in its 95% band."""
-    setting = dict(forms=8, slip=0.3, skew=0.0, N=8, M=2)
-    names = {"exact": "exact match", "cer": "CER", "verifree": "VeriFree"}
-    steps = f"""const after = (run, k) => k ? (run.next(), after(run, k - 1)) : run.next().value;
-        return {json.dumps([*names])}.map(name => range(50).map(seed =>
-          after(train(name, {json.dumps(setting)}, seed), 40).pass));"""
-    for name, page in zip(names.values(), in_browser(tmp_path, steps)):
-        ours = torch.tensor(page)
-        theirs = two_tables_figure.train(name, seeds=100, steps=40, **setting)[0][:, -1].detach()
-        band = 1.96 * (ours.var() / 50 + theirs.var() / 100).sqrt()
-        assert abs(ours.mean() - theirs.mean()) < band, name

@@ -19,7 +19,6 @@ from engine.cli import InputError
 from engine.ranks import Stop
 from engine.sampling import generate
 from engine.supervised import supervise
-from rollout import encode_prompt
 from tasks import data, verifiers
 
 # --------------------------------------------------------------------------------------------- data
@@ -39,11 +38,6 @@ def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
     for inputs, says in cases:
         with pytest.raises(ValueError, match=says):
             cer.rewards(tiny_model(len(tokenizer)), tokenizer, *inputs)
-
-
-def test_a_control_token_in_a_question_is_refused(tokenizer):
-    with pytest.raises(InputError, match="has a control token"):
-        encode_prompt(tokenizer, data.Problem("How many<eos>?", "7"))
 
 
 # --------------------------------------------------------------- rewards and verifiers of one's own
@@ -94,8 +88,7 @@ def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_
 
 
 def test_a_stopped_supervised_start_is_saved(script, tmp_path, toy_model_dir, monkeypatch):
-    demonstration = {"question": "Q?", "solution": r"so \boxed{7}"}
-    (tmp_path / "demos.jsonl").write_text(files.to_jsonl([demonstration] * 4))
+    (tmp_path / "demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
 
     def stopped(*args):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -108,18 +101,15 @@ def test_a_stopped_supervised_start_is_saved(script, tmp_path, toy_model_dir, mo
     assert (tmp_path / "warm" / "model.safetensors").exists()
 
 
-def test_a_signal_that_is_passed_on_twice_is_one(script, monkeypatch):
-    def signals():
-        stop, killed = Stop(), []
-        for number in signal.SIGHUP, signal.SIGTERM:
-            os.kill(os.getpid(), number)  # the second comes at once
-        monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
-        monkeypatch.setattr(time, "monotonic", lambda: stop.since + 10)
-        stop.request(signal.SIGTERM, None)
-        assert stop.received == signal.SIGHUP and killed == [signal.SIGTERM]
-
-    monkeypatch.setattr(train, "main", signals)
-    assert script(train, "")[0] == 0  # which puts the handlers back
+def test_a_signal_that_is_passed_on_twice_is_one(monkeypatch):
+    killed, clock = [], iter([0, 1, 9])  # seconds
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    stop = Stop()
+    for number in signal.SIGHUP, signal.SIGTERM, signal.SIGINT:
+        stop.request(number, None)
+    assert stop.received == signal.SIGHUP and killed == [signal.SIGINT]
 
 
 def test_a_log_that_nobody_reads_ends_no_run(monkeypatch):
@@ -159,13 +149,10 @@ def test_one_long_prompt_shortens_no_other_sample(tokenizer, capsys):
 
 def test_a_bf16_checkpoint_is_trained_in_fp32(tmp_path):
     tiny_model(64).to(torch.bfloat16).save_pretrained(tmp_path)
-    whole, by_layer = (
-        policy.Policy(load.load_model(tmp_path, "cpu", dtype)) for dtype in (torch.float32, "auto")
-    )
-    for ours, theirs in zip(by_layer.parameters(), whole.parameters(), strict=True):
-        assert ours.dtype == torch.float32 and torch.equal(ours.full_tensor(), theirs.full_tensor())
-    ids, at = torch.randint(64, (2, 9)), torch.arange(9).expand(2, 9) > 0
-    assert torch.equal(whole(ids, at), by_layer(ids, at))
+    trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"))
+    whole = load.load_model(tmp_path, "cpu", torch.float32)
+    for ours, theirs in zip(trained.parameters(), whole.parameters(), strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours.full_tensor(), theirs)
 
 
 def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):

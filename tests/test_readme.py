@@ -26,16 +26,9 @@ def commands():
 
 
 @pytest.mark.parametrize("name, flags", commands())
-def test_every_command_names_real_scripts_and_flags(monkeypatch, capsys, name, flags):
-    assert (ROOT / f"{name}.py").is_file()
-    named = re.findall(r"--[a-z][\w-]*", flags)
-    if named:
-        if "trl" in name:
-            pytest.importorskip("trl")
-        monkeypatch.setattr(sys, "argv", [name, "--help"])
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
-        assert set(named) <= set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out)), name
+def test_every_command_names_real_scripts_and_flags(name, flags):
+    defined = re.findall(r'"(--[a-z][\w-]*)"', (ROOT / f"{name}.py").read_text())
+    assert set(re.findall(r"--[a-z][\w-]*", flags)) <= set(defined)
 
 
 def test_every_file_that_is_linked_or_listed_is_there():

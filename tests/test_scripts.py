@@ -48,11 +48,11 @@ def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
 
 def test_every_flag_is_taken(script, toy_model_dir):
     flags = f"--model {toy_model_dir} --dataset toy --reward cer --questions 2 --samples 3 --m 2"
-    flags += " --verifier math"
-    flags += f" --verifier-model {toy_model_dir} --max-prompt-tokens 64 --max-new-tokens 20"
-    flags += " --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100 --cpu-offload --seed 3"
-    flags += " --eval-dataset toy-test --eval-every 1 --eval-limit 3 --eval-runs 2 --keep 1"
-    flags += " --eval-temperature 0.5 --eval-top-p 0.9 --eval-top-k 5 --out run --save-every 1"
+    flags += f" --verifier math --verifier-model {toy_model_dir} --max-prompt-tokens 64 --keep 1"
+    flags += " --max-new-tokens 20 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
+    flags += " --cpu-offload --seed 3 --eval-dataset toy-test --eval-every 1 --eval-limit 3"
+    flags += " --eval-runs 2 --eval-temperature 0.5 --eval-top-p 0.9 --eval-top-k 5"
+    flags += " --out run --save-every 1"
     _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
     assert named - {"--resume", "--epochs"} == set(re.findall(r"--[a-z][\w-]*", flags))
@@ -158,7 +158,7 @@ FILES = {
     "old/results.json": "[]",
     "old/metrics.jsonl": "",
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
-    "ended/checkpoints/step-4/config.json": "",
+    "control.jsonl": '{"question": "How many<eos>?", "answer": "7"}',
 }
 FLAGS_OF = {
     train: "--model {model} --dataset good.jsonl --verifier text --samples 4 --max-new-tokens 64",
@@ -185,13 +185,12 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out {run} --lr 1", r"cannot change .*lr was 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
     (evaluate, "--out {run}", r"run is not empty: choose a new directory"),
-    (train, "--out ended", r"ended is not empty"),
+    (train, "--dataset control.jsonl", r"the question 'How many<eos>\?' has a control token"),
     (evaluate, "--out old", r"old/results.json: expected an object with flags"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
     (plot, "nowhere --question 0", r"nowhere/samples.jsonl: no such file"),
     (plot, "old", r"old/metrics.jsonl is empty: the run has no step yet"),
     (plot, "old --out picture.xyz", r"expected a name that ends in .svg or .png"),
-    (plot, "old old --question 0", r"--question takes one RUN"),
     (plot, "old --question 3", r"--question must be from 0 to 1, got 3"),
     (plot, "old --question 0", r"this group has no matrices"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
