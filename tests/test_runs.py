@@ -56,12 +56,13 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, finished_run, sto
 def test_one_rank_prints_the_error(script, monkeypatch):
     """Rank 0 does. If all ranks fail alike, torchrun ends the others while they wait, and a rank
     that fails alone prints the error after the wait."""
-    waited, ended_by = [], lambda seconds: waited.append(signal.getsignal(signal.SIGTERM))
-    monkeypatch.setattr(time, "sleep", ended_by)
-    for rank in "0", "1":
+    calls = []
+    monkeypatch.setattr(signal, "signal", lambda *handler: calls.append(handler))
+    monkeypatch.setattr(time, "sleep", calls.append)
+    for rank in "1", "0":
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert script(train, "--resume")[2].startswith("train.py: --resume needs --out")
-    assert waited == [signal.SIG_DFL]
+    assert calls[:2] == [(signal.SIGTERM, signal.SIG_DFL), 8] and calls.count(8) == 1
 
 
 # --------------------------------------------------------------------------------- kills and stops
