@@ -10,18 +10,19 @@ With N samples (s_i, a_i) of one question:
 
     W [N, N]    W_ij = pi(a_i | s_j, q)     probability of answer i after solution j
     P [N]       P_j  = pi(a*  | s_j, q)     probability of the reference after solution j
-    D           the row sums of W (diagonal)
+    D           the row sums of W, as a diagonal matrix
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
-In the code W is [U, N]: samples with the same answer share one of U rows, and only samples with a
-closed box have a column.
-
-Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). As
-the s_j are samples of pi(s|q), the posterior over them is row i of W divided by its sum, D^-1 W.
-The expectation of pi(a*|s,q) under it is that row times P. With all N columns, a sample's own
+Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q).
+The s_j are samples of the prior pi(s|q), so it needs no factor: a likely solution is simply there
+more often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and
+the expectation of pi(a*|s,q) under it is that row times P. With all N columns, a sample's own
 solution among them, the reward is unbiased at every N: E[ R_i | a_i = a ] = rho(a, a*), if every
-box that opens closes (docs/theory.md). The paper averages over M of the N solutions. If M < N, the
-other entries of each row are masked (choose_solutions).
+box that opens closes (docs/theory.md).
+
+R_i is unbiased given a_i, but not given (s_i, a_i), and solution i is also a column of the other
+R_k. So the baseline of RLOO is not independent of the sample, and the expected gradient is not
+exactly that of rho: at N = 16 the cosine between them is .998 (docs/theory.md).
 
 A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
 similar reward. A wrong answer mostly comes from other solutions, and gets a small one; but a slip,
@@ -29,30 +30,21 @@ a wrong answer after a right solution, can get a large one. In expectation over 
 the reward equals that of exact match (Theorem 2): CER moves reward from the exact match to other
 answers (in examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
 
-The file has three parts: the mathematics, on tensors alone; `rewards`, from the sampled tokens of
-one question to R; and W and P from a model. `python examples/by_hand.py` prints an example that is
-small enough to check by hand.
+In the code W is [U, N]: samples with the same answer share one of U rows, and only samples with a
+closed box have a column. examples/one_file.py computes the same R slowly, in plain lines; read it
+first. The file has four parts: Eq. 8; `rewards`, from the sampled tokens of one question to R; W
+and P from a model; and what only Eq. 3 and the paper's Table 3 need. `python examples/by_hand.py`
+prints an example that is small enough to check by hand.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from engine.tokens import LOGITS_AT_ONCE, batches, pad, vocabulary
 
 # ---------------------------------------------------------------------------------- the mathematics
-
-
-def exact_cer(prior, likelihood):
-    """CER of every pair of answers on a finite distribution (Eq. 3).
-
-    prior [S] = pi(s|q), likelihood [S, A] = pi(a|s,q) -> rho [A, A], rho[a, b] = rho(a, a* = b).
-    An answer that no solution leads to has rho = 0.
-    """
-    joint = prior[:, None] * likelihood  # pi(s, a | q)  [S, A]
-    marginal = joint.sum(0)  # pi(a | q)  [A]
-    posterior = torch.where(marginal > 0, joint / marginal, 0.0)  # pi(s | a, q)  [S, A]
-    return posterior.T @ likelihood
 
 
 def cer(log_W, log_P):
@@ -66,22 +58,6 @@ def cer(log_W, log_P):
     all_masked = (log_W == -torch.inf).all(-1, keepdim=True)  # the softmax of such a row is nan
     posterior = log_W.softmax(-1).masked_fill(all_masked, 0.0)  # D^-1 W, pi(s_j | a_i, q)
     return (posterior * log_P.exp()[..., None, :]).sum(-1)
-
-
-def choose_solutions(U, produced, M):
-    """The M solutions that each of U distinct answers is averaged over -> bool [U, solutions].
-    produced: for each solution which of the answers it produced, from 0 to U - 1.
-
-    For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
-    the choice open; this one is that of the authors' code. If all answers shared the same M
-    solutions, M = 1 would give them all the same reward, and every advantage would be 0. With this
-    choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the choice
-    biases the reward, mostly that of a wrong answer and downwards (docs/theory.md), because the
-    columns then depend on the other answers.
-    """
-    own = torch.arange(U)[:, None] == torch.tensor(produced)  # [U, solutions]
-    key = own + torch.rand(own.shape)  # in [1, 2) for own solutions, in [0, 1) for the others
-    return torch.zeros_like(own).scatter(1, key.topk(M, dim=1).indices, True)
 
 
 # ------------------------------------------------------------------------------------- one question
@@ -101,7 +77,7 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     """CER of the N samples of one question -> (R [N], fp32, on the CPU; Matrices).
 
     prompt: token ids. completions: N lists of token ids as they were sampled. Each answer is
-    averaged over M of the solutions, or over all by default.
+    averaged over M of the solutions, or over all by default (see choose_solutions).
 
     No gradient flows through R. A sample without a closed box gets reward 0, and has neither row
     nor column. (If its box opened, this biases the other rewards: docs/theory.md.) An empty box
@@ -109,7 +85,7 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     its solution is a sample of the prior like any other.
 
     model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
-    top-k or top-p, or they are no samples of pi(s|q). None of this is checked, and otherwise R is
+    top-k or top-p, or they are no samples of pi(s|q). This is not checked, and otherwise R is
     wrong. Raises ValueError for inputs of another form.
     """
     check_inputs(prompt, completions, reference, M)
@@ -118,11 +94,11 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     contexts = [prompt + completions[j][: boxes[j].solution_length] for j in columns]
     answers = list(dict.fromkeys(boxes[j].answer for j in columns))  # each is scored once
     scored = answers if reference in answers else [*answers, reference]
-    log_pi = answer_logprobs(model, tokenizer, contexts, scored).cpu()
-    log_W, log_P = log_pi[: len(answers)], log_pi[scored.index(reference)]
+    scores = answer_logprobs(model, tokenizer, contexts, scored).cpu()  # [len(scored), columns]
+    log_W, log_P = scores[: len(answers)], scores[scored.index(reference)]
     if M is not None and M < len(columns):
-        produced = [answers.index(boxes[j].answer) for j in columns]
-        log_W = log_W.masked_fill(~choose_solutions(len(answers), produced, M), -torch.inf)
+        row_of = [answers.index(boxes[j].answer) for j in columns]
+        log_W = log_W.masked_fill(~choose_solutions(len(answers), row_of, M), -torch.inf)
 
     reward_of = dict(zip(answers, cer(log_W, log_P).tolist()))
     if reference:
@@ -134,7 +110,7 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
 def check_inputs(prompt, completions, reference, M):
     """Raise ValueError for what would give a wrong reward without an error."""
     if not all(isinstance(ids, list) for ids in [prompt, completions, *completions]):
-        raise ValueError("expected lists of token ids: tensor.tolist()")
+        raise ValueError("expected lists of token ids: .tolist(), or return_dict=False")
     if prompt and completions and all(ids[: len(prompt)] == prompt for ids in completions):
         raise ValueError("the completions begin with the prompt: pass ids[len(prompt):]")
     if not isinstance(reference, str):
@@ -155,59 +131,93 @@ def answer_logprobs(model, tokenizer, contexts, answers):
 
     contexts: token ids of question and solution, up to just before the brace of `\boxed{`.
 
-    What is scored is a *finished* answer, "{14}" with its closing brace. Without the brace "1"
-    would collect the probability of "14", "15" and "10/3"; the sum over answers could exceed 1 and
-    Theorem 2 would not hold. The brace often shares its token with the text before or after it
-    (`}$`, `4}.`). So the score sums over the positions at which the token that closes the box can
-    start. If `{14` has the tokens `{`, `1` and `4`, the closing token begins with `}` after `{14`,
-    with `4}` after `{1`, with `14}` after `{`, or with `{14}` right after the context. Any text may
-    follow its brace. With t_1..t_k the tokens of "{14":
+    What is scored is a *finished* answer, with its closing brace. Without the brace "1" would
+    collect the probability of "14", "15" and "10/3"; the sum over answers could exceed 1 and
+    Theorem 2 would not hold. The brace often shares its token with its neighbours. If `{14` has the
+    tokens `{`, `1` and `4`, the token that closes the box can come
 
-        log pi = logsumexp over i = 0..k of [ log pi(t_1..t_i) + log sum_v pi(v | t_1..t_i) ]
-                 v: all tokens whose bytes begin with  bytes(t_(i+1)..t_k) + "}"
+        right after the context   and begins with  {14}
+        after {                   and begins with   14}
+        after {1                  and begins with    4}
+        after {14                 and begins with     }
 
-    The brace can also change the tokens before it. SmolLM2 ends the answer `\text{(C)}` with the
-    token `)}`, but with the closing brace, `\text{(C)}}`, with `)` and `}}`. So both spellings
-    count, that of "{answer" and that of "{answer}" (see spellings). Others are left out, which
-    makes this a lower bound. docs/measurements.md compares it with a real model's samples.
+    and any text may follow its brace (`}$`, `4}.`). The probability is the sum over these ways. So
+    it is in examples/one_file.py, also where the brace changes the tokens before it: SmolLM2 ends
+    the answer `\text{(C)}` with the token `)}`, but with the closing brace, `\text{(C)}}`, with `)`
+    and `}}`, and both count. Still rarer ways to spell an answer are left out, so the score is a
+    lower bound (docs/measurements.md compares it with a real model's samples).
 
     Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
-    usually one more that reads all answers after each of its contexts (see read_answers). A naive
-    scorer runs len(contexts) x len(answers) full passes.
+    usually one more that reads all answers after each of its contexts. A naive scorer runs
+    len(contexts) x len(answers) full passes.
 
     model: a Hugging Face model in eval mode with sdpa attention over the whole context, whose
     logits are lm_head of the last hidden state (see engine.load.check_model).
-    Raises ValueError for other attention, an empty context, or an unsupported tokenizer.
+    Raises ValueError for other attention, training mode, an empty context, or an unsupported
+    tokenizer.
     """
     if model.config._attn_implementation != "sdpa":
         raise ValueError('scoring needs a model with attn_implementation="sdpa"')
+    if model.training:
+        raise ValueError("scoring needs a model in eval mode: call model.eval()")
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
-    # (u, tokens, closers) for every spelling of answer u
-    spelled = [(u, *way) for u, answer in enumerate(answers) for way in spellings(vocab, answer)]
+    spelled = [way for row, answer in enumerate(answers) for way in spellings(vocab, row, answer)]
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
-    sizes = [len(tokens) for _, tokens, _ in spelled]
-    passes = list(batches(sizes, ANSWER_TOKENS_AT_ONCE))
-    longest_pass = max((sum(sizes[k] for k in in_pass) for in_pass in passes), default=0)
+    passes = list(batches(spelled, lambda way: len(way.tokens), ANSWER_TOKENS_AT_ONCE))
+    longest_pass = max((sum(len(way.tokens) for way in ways) for ways in passes), default=0)
 
     scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
-    for batch in batches([len(context) + longest_pass for context in contexts], TOKENS_AT_ONCE):
-        # No token attends to what is on its right, so padding on the right needs no mask.
-        ids = pad([contexts[j] for j in batch]).to(model.device)  # [n, C]
-        lengths = torch.tensor([len(contexts[j]) for j in batch], device=model.device)  # [n]
-        out = model.base_model(input_ids=ids, use_cache=True)
-        first = out.last_hidden_state[torch.arange(len(batch)), lengths - 1]  # predicts t_1  [n, H]
-        for in_pass in passes:
-            answers_of_pass = [spelled[k] for k in in_pass]
-            token_lists = [tokens for _, tokens, _ in answers_of_pass]
-            read = read_answers(model, token_lists, lengths, out.past_key_values)
-            for (u, tokens, closers), states in zip(answers_of_pass, read):
+    sizes = [len(context) + longest_pass for context in contexts]
+    for columns in batches(range(len(contexts)), sizes.__getitem__, TOKENS_AT_ONCE):
+        lengths, first, cache = read_contexts(model, [contexts[j] for j in columns])
+        for ways in passes:
+            hidden = read_answers(model, [way.tokens for way in ways], lengths, cache)
+            for way, states in zip(ways, hidden):
                 states = torch.cat([first[:, None], states], dim=1)  # [n, k + 1, H]
-                log_pi = log_finished(model.lm_head, states, tokens, closers)
-                scores[u, batch] = scores[u, batch].logaddexp(log_pi)
+                log_pi = log_finished(model.lm_head, states, way)  # [n]
+                scores[way.row, columns] = scores[way.row, columns].logaddexp(log_pi)
     return scores
+
+
+class Spelling(NamedTuple):
+    """One way in which the tokenizer spells the answer of a row of W."""
+
+    row: int
+    tokens: list[int]  # t_1..t_k
+    closers: list[list[int]]  # for i = 0..k the tokens that close the box after t_1..t_i
+
+
+def spellings(vocab, row, answer):
+    """The tokens of "{answer", and where they differ those of "{answer}" before its last token,
+    which holds the brace -> list of Spelling. A beginning that both share has closers only in the
+    first, so nothing counts twice."""
+    without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
+    finished = vocab.join(without_brace) + b"}"
+    found, seen = [], set()
+    for tokens in without_brace, with_brace[:-1]:
+        closers = []
+        for i in range(len(tokens) + 1):
+            beginning = tuple(tokens[:i])
+            rest = finished[len(vocab.join(beginning)) :]
+            closers.append([] if beginning in seen else vocab.beginning_with(rest))
+            seen.add(beginning)
+        if any(closers):
+            found.append(Spelling(row, tokens, closers))
+    return found
+
+
+def read_contexts(model, contexts):
+    """One pass over n contexts -> their lengths [n], the last hidden state of each, which predicts
+    t_1 [n, H], and the cache of their keys and values."""
+    # No token attends to what is on its right, so padding on the right needs no mask.
+    ids = pad(contexts).to(model.device)  # [n, C]
+    lengths = torch.tensor([len(context) for context in contexts], device=model.device)
+    out = model.base_model(input_ids=ids, use_cache=True)
+    last = out.last_hidden_state[torch.arange(len(contexts)), lengths - 1]
+    return lengths, last, out.past_key_values
 
 
 def read_answers(model, token_lists, lengths, cache):
@@ -250,33 +260,48 @@ def read_answers(model, token_lists, lengths, cache):
     return hidden.split(sizes, dim=1)
 
 
-def spellings(vocab, answer):
-    """The ways in which the tokenizer spells "{answer}" -> list of (t_1..t_k, closers): closers[i]
-    are the tokens that close the box after t_1..t_i, for i = 0..k. A beginning that both ways share
-    has closers only in the first, so nothing counts twice."""
-    without_brace, with_brace = (vocab.encode("{" + answer + brace) for brace in ("", "}"))
-    text, ways, seen = vocab.join(without_brace) + b"}", [], set()
-    for tokens in without_brace, with_brace[:-1]:  # the last token holds the brace
-        closers = []
-        for i in range(len(tokens) + 1):
-            rest = text[len(vocab.join(tokens[:i])) :]
-            new = tuple(tokens[:i]) not in seen
-            closers.append(vocab.beginning_with(rest) if new else [])
-            seen.add(tuple(tokens[:i]))
-        if any(closers):
-            ways.append((tokens, closers))
-    return ways
-
-
-def log_finished(lm_head, states, tokens, closers):
-    """The sum over all ways to close the box, as in answer_logprobs. states [n, k + 1, H]: the last
+def log_finished(lm_head, states, way):
+    """The sum over all ways to close the box after one spelling. states [n, k + 1, H]: the last
     hidden states after t_1..t_i, i = 0..k -> log pi [n]."""
-    log_ways, so_far = [], torch.zeros(len(states), dtype=torch.double, device=states.device)
+    # log pi(t_1..t_i) is a sum of up to hundreds of terms, so fp64 keeps its rounding below fp32's.
+    log_beginning = torch.zeros(len(states), dtype=torch.double, device=states.device)
+    log_ways = []  # for each i: log pi(t_1..t_i, then a closer)
     at_once = max(1, LOGITS_AT_ONCE // len(states))  # positions whose logits are held at a time
     for part in states.split(at_once, dim=1):
         for logp in lm_head(part).float().log_softmax(-1).unbind(1):  # after t_1..t_i  [n, V]
             i = len(log_ways)
-            log_ways.append(so_far.float() + logp[:, closers[i]].logsumexp(1))
-            if i < len(tokens):
-                so_far = so_far + logp[:, tokens[i]]
+            log_ways.append(log_beginning.float() + logp[:, way.closers[i]].logsumexp(1))
+            if i < len(way.tokens):
+                log_beginning = log_beginning + logp[:, way.tokens[i]]
     return torch.stack(log_ways).logsumexp(0)
+
+
+# --------------------------------------------------------------------- Eq. 3, and M < N for Table 3
+
+
+def exact_cer(prior, likelihood):
+    """CER of every pair of answers on a finite distribution (Eq. 3).
+
+    prior [S] = pi(s|q), likelihood [S, A] = pi(a|s,q) -> rho [A, A], rho[a, b] = rho(a, a* = b).
+    An answer that no solution leads to has rho = 0.
+    """
+    joint = prior[:, None] * likelihood  # pi(s, a | q)  [S, A]
+    marginal = joint.sum(0)  # pi(a | q)  [A]
+    posterior = torch.where(marginal > 0, joint / marginal, 0.0)  # pi(s | a, q)  [S, A]
+    return posterior.T @ likelihood
+
+
+def choose_solutions(U, row_of, M):
+    """The M solutions that each of U distinct answers is averaged over -> bool [U, solutions].
+    row_of: for each solution which of the answers it produced, from 0 to U - 1.
+
+    For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
+    the choice open; this one is that of the authors' code. If all answers shared the same M
+    solutions, M = 1 would give them all the same reward, and every advantage would be 0. With this
+    choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the choice
+    biases the reward, mostly that of a wrong answer and downwards (docs/theory.md), because the
+    columns then depend on the other answers.
+    """
+    own = torch.arange(U)[:, None] == torch.tensor(row_of)  # [U, solutions]
+    key = own + torch.rand(own.shape)  # in [1, 2) for own solutions, in [0, 1) for the others
+    return torch.zeros_like(own).scatter(1, key.topk(M, dim=1).indices, True)

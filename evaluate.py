@@ -7,18 +7,22 @@ temperature 0.6, top-p 0.95, top-k 20.
 """
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import pandas
+import torch
 import torch.distributed as dist
 
 from engine import cli
-from engine.files import append_rows, read_flags, write_atomically
+from engine.checkpoints import fingerprint
+from engine.console import is_rank_0, say
+from engine.files import append_rows, lock, read_flags, read_rows, to_jsonl, write_atomically
 from engine.load import load
-from engine.log import claim, say_hours
-from engine.ranks import all_gather, init_ranks, seed_everything
+from engine.ranks import all_gather, choose_directory, init_ranks, seed_everything
+from report import say_hours
 from rollout import sample
-from tasks.data import HUB, TOY, load_problems
+from tasks.data import HUB, TOY, Problem, load_problems
 from tasks.verifiers import VERIFIERS, verdict
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
@@ -66,15 +70,35 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     return summary, records
 
 
-def saved_results(out, flags):
-    """The data sets that an interrupted evaluation with the same flags has finished."""
-    path = Path(out or "") / "results.json"
-    if not (out and path.exists()):
+def digest(model):
+    """What tells one model's weights from another's, from 1,000 numbers of each tensor."""
+    parts = [p.detach().flatten()[:: 1 + p.numel() // 1000] for p in model.parameters()]
+    return sha256(torch.cat(parts).float().cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def finished_results(out, flags):
+    """The data sets that an interrupted evaluation in --out has finished -> {name: summary}. Raises
+    InputError if its flags, weights or data were others."""
+    path = out / "results.json"
+    if not path.exists():
         return {}
     report = read_flags(path)
-    other = f"--out {out} holds an evaluation with other flags: choose a new directory"
-    cli.require(report["flags"] == flags, other)
+    changed = [name for name, value in flags.items() if report["flags"].get(name) != value]
+    cli.require(
+        not changed,
+        f"--out {out} holds an evaluation with other {', '.join(changed)}: choose a new directory",
+    )
+    for name in report["results"]:
+        say(f"{name}: from {path}")
     return report["results"]
+
+
+def answer(model, tokenizer, question, runs, max_new_tokens, **settings):
+    """Print some samples of one question, each with its answer."""
+    problem = Problem(question, reference="")
+    [group] = sample(model, tokenizer, [problem], runs, max_new_tokens, **settings)
+    for text, boxed in zip(group.texts, group.answers):
+        print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")
 
 
 def main():
@@ -82,7 +106,8 @@ def main():
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
     names = f"comma-separated names ({', '.join([*TOY, *HUB])}) or files"
-    add("--dataset", required=True, help=names)
+    add("--dataset", help=names)
+    add("--ask", metavar="QUESTION", help="print some samples of one question, and write nothing")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
@@ -94,34 +119,49 @@ def main():
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
     args = parser.parse_args()
     device = init_ranks()
-    flags = {name: value for name, value in vars(args).items() if name != "out"}
-    results = saved_results(args.out, flags)
-    out = claim(args.out, "eval", resume=bool(results))
-    todo = [name for name in args.dataset.split(",") if name not in results]
-    datasets = {name: load_problems(name, args.limit, args.verifier) for name in todo}
-    model, tokenizer = load(args.model, device)
-    cli.say(f"files: {out}. After an interruption the same command with --out {out} goes on")
-
+    cli.require(args.dataset or args.ask, "expected --dataset or --ask")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    for name, problems in datasets.items():
+    if args.ask:
+        model, tokenizer = load(args.model, device)
+        seed_everything(args.seed)
+        return answer(model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling)
+    resume = bool(args.out) and Path(args.out, "results.json").exists()
+    out = choose_directory(args.out, "eval", resume)
+    names = [name.strip() for name in args.dataset.split(",")]
+    datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
+    model, tokenizer = load(args.model, device)
+    data = {name: fingerprint(problems) for name, problems in datasets.items()}
+    flags = {name: value for name, value in vars(args).items() if name != "out"}
+    flags |= {"weights": digest(model), "data": data}
+    results, path = finished_results(out, flags), out / "samples.jsonl"
+    if is_rank_0():
+        owned = lock(out)  # noqa: F841  until this process ends
+        rows = read_rows(path, log=True) if path.exists() else []
+        rows = [row for row in rows if row["dataset"] in results]  # no half of a data set
+        write_atomically(path, to_jsonl(rows))
+    say(f"files: {out}. After an interruption the same command with --out {out} goes on")
+
+    for name in names:
+        if name in results:
+            continue
+        problems = datasets[name]
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
         say_hours(model, 2, len(problems) * runs * args.max_new_tokens, f"the evaluation on {name}")
         results[name], records = evaluate(
             model, tokenizer, problems, runs, args.max_new_tokens, args.seed, **sampling
         )
-        if cli.is_rank_0():  # save now, since the next data set may take hours
+        if is_rank_0():  # save now, since the next data set may take hours; the results come last
+            append_rows(path, [{"dataset": name} | record for record in records])
             report = {"flags": flags, "results": results}
             write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
-            cli.MADE.clear()
-            append_rows(out / "samples.jsonl", [{"dataset": name} | record for record in records])
-            cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
-    if cli.is_rank_0():
+            say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
+    if is_rank_0():
         table = pandas.DataFrame.from_dict(results, orient="index")
         print(f"pass@1 at temperature {args.temperature:g}")
         print(table.to_string(float_format="{:.3f}".format))
         if len(results) > 1:
             print(f"average pass@1: {table.pass_at_1.mean():.3f}")
-        print(f"all samples are in {out / 'samples.jsonl'}")
+        print(f"all samples are in {path}")
     dist.destroy_process_group()
 
 

@@ -1,10 +1,13 @@
 """REINFORCE with a leave-one-out baseline (section 3.1): from rewards to one optimizer step.
 
-The baseline of a sample is the mean reward of the other samples of its question. There is one
-update per batch, on the weights that sampled it, so the importance ratio pi_theta / pi_old is 1 (up
-to rounding). Hence there are no old log-probabilities and no clipping, and the gradient of the loss
--A log pi is minus the policy gradient for constant rewards. That CER's R depends on the weights is
-left out (docs/theory.md).
+The baseline of a sample is the mean reward of the other samples of its question. R is a constant:
+no gradient flows through it, although CER depends on the weights. With that gradient the expected
+step would be exact match's, because by Theorem 2 both have the same expected reward. Without it,
+CER moves probability to paraphrases of the reference too.
+
+There is one update per batch, on the weights that sampled it, so the importance ratio pi_theta /
+pi_old is 1 (up to rounding) and clipping the ratio would do nothing. Hence there are no old
+log-probabilities. The gradient norm is clipped, which is another matter.
 """
 
 import math
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from engine.cli import progress
+from engine.console import progress
 from engine.tokens import batches, pad, vocabulary
 
 
@@ -117,13 +120,14 @@ def update(policy, optimizer, rows, lr, token_budget):
 def microbatches(rows, token_budget):
     """This rank's share of the rows, in padded batches of ids [b, L] and weights [b, L].
 
-    All rows (the same list on every rank) are sorted by length and dealt to the ranks in turn.
-    The budget is counted with the longest row of each turn. So all ranks run the same number of
-    batches, as FSDP's collective calls need. Their sizes are nearly equal, with little padding.
+    All rows (the same list on every rank) are sorted by length and dealt in turns, a row for each
+    rank. The budget is counted with the longest row of each turn. So all ranks run the same number
+    of batches, as FSDP's collective calls need. Their sizes are nearly equal, with little padding.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     blank = TrainingRow(rows[0].ids[:1], [0.0])
     rows = sorted(rows + [blank] * (-len(rows) % world), key=lambda row: len(row.ids))
-    mine, longest = rows[rank::world], [len(row.ids) for row in rows[world - 1 :: world]]
-    for batch in batches(longest, token_budget):
-        yield pad([mine[i].ids for i in batch]), pad([mine[i].weights for i in batch])
+    turns = [rows[i : i + world] for i in range(0, len(rows), world)]
+    for batch in batches(turns, lambda turn: len(turn[-1].ids), token_budget):
+        mine = [turn[rank] for turn in batch]
+        yield pad([row.ids for row in mine]), pad([row.weights for row in mine])

@@ -7,7 +7,6 @@
 main() is the method. Below it stand the parts of its set-up, and the flags.
 """
 
-import shlex
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,16 +14,17 @@ import torch.distributed as dist
 from engine import cli
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.cli import InputError, require
+from engine.console import progress, say
 from engine.files import read_config
 from engine.load import load, load_tokenizer
-from engine.log import RunLog, claim
 from engine.policy import copy_weights, make_policy
-from engine.ranks import Stop, all_gather, init_ranks, seed_everything
+from engine.ranks import Stop, all_gather, choose_directory, init_ranks, seed_everything
 from evaluate import evaluate
-from rewards import REWARDS, compute_rewards
-from rloo import leave_one_out, rloo_rows, update, verifree_rows
+from report import RunLog
+from reward_functions import REWARDS, compute_rewards
+from rloo import leave_one_out, update
 from rollout import encode_prompt, sample
-from tasks import toy
+from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
 from tasks.verifiers import VERIFIERS
 
@@ -34,15 +34,18 @@ def main():
     device = init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
     require(args.questions >= world, f"--questions must be at least {world}, one per rank")
-    out = claim(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
+    out = choose_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
     problems = load_problems(args.dataset, verifier=args.verifier)
-    test = (args.eval_dataset, args.eval_limit, args.verifier)
-    held_out = load_problems(*test) if args.eval_dataset else []
-    model_path = args.model or toy.make_model(out / "warm-start", args)
-    problems, longest_row = without_long_prompts(problems, load_tokenizer(model_path), args)
+    held_out = []
+    if args.eval_dataset:
+        held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
+    tokenizer = load_tokenizer(args.model) if args.model else toy_model.build_tokenizer()
+    problems, longest_row = without_long_prompts(problems, tokenizer, args)
+    data = fingerprint(problems, tokenizer.chat_template)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
-        check_resumed(out, problems, last_step)
+        check_resumed(out, data, last_step)
+    model_path = args.model or toy_model.make_model(out / "warm-start", longest_row, args)
 
     # The actor samples and scores. The policy is trained, and copied to the actor after each step.
     actor, tokenizer = load(model_path, device)
@@ -53,13 +56,13 @@ def main():
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
     copy_weights(policy, actor)
 
-    training_rows = verifree_rows if args.reward == "verifree" else rloo_rows
+    _, training_rows = REWARDS[args.reward]
     order = in_epochs(problems, last_step * args.questions, args.seed)
-    log = RunLog(out, args, fingerprint(problems), first_step, last_step)
+    log = RunLog(out, args, data, first_step, last_step)
     stop = Stop()
     log.header(actor, problems, memory)
     if held_out and (first_step - 1) % args.eval_every == 0 and not log.has_evaluation():
-        log.evaluated(evaluation(actor, tokenizer, held_out, args))
+        log.evaluated(*evaluation(actor, tokenizer, held_out, args))
 
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
@@ -87,11 +90,12 @@ def main():
         # 5. Report, evaluate, save.
         last, stopping = step == last_step, stop.after(grad_norm)
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
-        if held_out and (last or (step % args.eval_every == 0 and not stopping)):
-            numbers |= evaluation(actor, tokenizer, held_out, args)
         log.step(step, groups, R, A, records, numbers)
-        if last or stopping or step % args.save_every == 0:
+        evaluating = held_out and (last or (step % args.eval_every == 0 and not stopping))
+        if last or stopping or evaluating or step % args.save_every == 0:
             save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
+        if evaluating:
+            log.evaluated(*evaluation(actor, tokenizer, held_out, args))
         if stopping:
             break
 
@@ -100,8 +104,7 @@ def main():
         raise InputError(f"the gradient was not finite in steps {step - 2} to {step}: {advice}")
     dist.destroy_process_group()
     if step < last_step:
-        resume = shlex.join(["python", "train.py", "--resume", "--out", str(out)])
-        cli.say(f"stopped after step {step} of {last_step}; resume with: {resume}")
+        log.stopped(step)
         return 128 + stop.signal
     log.summary()
 
@@ -116,32 +119,34 @@ def learning_rate(step, last_step, args):
 
 
 def evaluation(actor, tokenizer, problems, args):
-    """pass@1 for a line of metrics.jsonl."""
+    """pass@1 for a line of metrics.jsonl, and one of the samples."""
     sampling = dict(temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k)
-    summary, _ = evaluate(
+    summary, records = evaluate(
         actor, tokenizer, problems, args.eval_runs, args.max_new_tokens, args.seed, **sampling
     )
-    return {
+    numbers = {
         "pass_at_1": summary["pass_at_1"],
         "pass_at_1_stderr": summary["stderr"],
         "eval_exact_match": summary["exact_match"],
     }
+    return numbers, records[0]
 
 
 # ------------------------------------------------------------------------------------------ set-up
 
 
 def without_long_prompts(problems, tokenizer, args):
-    """Leave out prompts over --max-prompt-tokens -> (problems, tokens of the longest row)."""
-    limit, sizes = args.max_prompt_tokens, [len(encode_prompt(tokenizer, p)) for p in problems]
+    """Leave out prompts over --max-prompt-tokens -> (problems, tokens of the longest row: a prompt,
+    a solution and the reference, which CER and VeriFree read after it)."""
+    bar = progress("prompts", problems, unit="prompt")
+    limit, sizes = args.max_prompt_tokens, [len(encode_prompt(tokenizer, p)) for p in bar]
     kept = [problem for problem, size in zip(problems, sizes) if size <= limit]
     require(kept, f"--max-prompt-tokens {limit}: every prompt of {args.dataset} is longer")
     if left_out := len(problems) - len(kept):
-        cli.say(f"left out {left_out} of {len(problems)} prompts over {limit} tokens")
-    longest = max(size for size in sizes if size <= limit) + args.max_new_tokens
-    if args.reward == "verifree":  # it teaches the reference after the solution
-        longest += max(len(tokenizer.encode(f"{{{p.reference}}}")) for p in kept)
-    return kept, longest
+        say(f"left out {left_out} of {len(problems)} prompts over {limit} tokens")
+    longest_prompt = max(size for size in sizes if size <= limit)
+    longest_reference = max(len(tokenizer.encode(f"{{{p.reference}}}")) for p in kept)
+    return kept, longest_prompt + args.max_new_tokens + longest_reference
 
 
 # -------------------------------------------------------------------------------------------- flags
@@ -193,6 +198,8 @@ def make_parser():
 # Flags that a resumed run must not change, because they define the run.
 IDENTITY = "model dataset reward verifier verifier_model questions samples m".split()
 IDENTITY += "max_prompt_tokens max_new_tokens seed lr lr_end".split()
+# And those of its evaluations, if it has some: one curve has one way of measuring.
+EVALUATION = "eval_dataset eval_limit eval_runs eval_temperature eval_top_p eval_top_k".split()
 
 
 def parse_args():
@@ -200,29 +207,41 @@ def parse_args():
     else from the paper's defaults."""
     parser = make_parser()
     given = parser.parse_args()
-    defaults = {}
+    before = None  # the flags of the run to resume
     if given.resume:
         require(given.out, "--resume needs --out, the run to resume")
-        defaults = read_config(given.out)["flags"]
+        before = read_config(given.out)["flags"]
+        parser.set_defaults(**before)
     elif given.dataset == "toy" or not (given.dataset or given.model):
-        defaults = toy.FLAGS if given.model else toy.FLAGS | toy.LEARNING_RATE
-    parser.set_defaults(**defaults)
+        parser.set_defaults(**toy_model.FLAGS)
+        if not given.model:
+            parser.set_defaults(**toy_model.LEARNING_RATE)
     if given.epochs:
         parser.set_defaults(steps=None)
     args = parser.parse_args()
+
     args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples
-    if args.resume:
-        fixed = IDENTITY + (["steps", "epochs"] if args.lr_end != 1 else [])  # they set the decay
-        pairs = [(name, defaults.get(name), getattr(args, name)) for name in fixed]
-        changed = [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
-        require(not changed, f"--resume cannot change these flags: {', '.join(changed)}")
     require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
     require(args.eval_dataset or not args.eval_limit, "--eval-limit needs --eval-dataset")
-    needs_model = f"--dataset {args.dataset} needs --model, an id or a directory"
-    require(args.model or args.dataset == "toy", needs_model)
+    require(
+        args.model or args.dataset == "toy",
+        f"--dataset {args.dataset} needs --model, an id or a directory",
+    )
+    if before:
+        check_unchanged(args, before)
     return args
+
+
+def check_unchanged(args, before):
+    """Refuse to resume a run with other values of the flags that define it."""
+    decay = ["steps", "epochs"] if args.lr_end != 1 else []  # they set how fast the rate decays
+    evaluation = EVALUATION if before.get("eval_dataset") else []
+    fixed = IDENTITY + decay + evaluation
+    pairs = [(name, before.get(name), vars(args)[name]) for name in fixed]
+    changed = [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
+    require(not changed, f"--resume cannot change these flags: {', '.join(changed)}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ Each row of the file has a `question` (or `problem`) and a `solution` that ends 
 you would like the model to write it. Twenty rows can be enough.
 """
 
+import os
 import shlex
+import shutil
 
 import torch.distributed as dist
 
@@ -15,11 +17,10 @@ from engine import cli
 from engine.cli import require
 from engine.files import read_rows
 from engine.load import load
-from engine.log import claim
-from engine.ranks import Stop, init_ranks
+from engine.ranks import Stop, choose_directory, init_ranks
 from engine.supervised import supervise
 from engine.tokens import split_answer, vocabulary
-from rollout import encode_prompt
+from rollout import encode_prompt, sample
 from tasks.data import in_epochs, to_problem
 
 
@@ -36,7 +37,7 @@ def main():
     args = parser.parse_args()
     device = init_ranks()
     require(dist.get_world_size() == 1, "warm_start.py runs in one process, without torchrun")
-    out = claim(args.out, "warm-start")
+    out = choose_directory(args.out, "warm-start")
     demonstrations = read_demonstrations(args.data)
     model, tokenizer = load(args.model, device)
     pairs = [
@@ -54,12 +55,33 @@ def main():
     order = iter(in_epochs(pairs, steps * args.batch, args.seed))
     stopping = Stop()
     loss = supervise(model, order, steps, args.batch, args.lr, stop, lambda: stopping.received)
-    model.eval().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    cli.MADE.clear()
+    save(model.eval(), tokenizer, out)
+    report_boxes(model, tokenizer, [problem for problem, _ in demonstrations[:8]])
     train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])
     print(f"final loss {loss:.3f}; train with: {train}")
     return 128 + stopping.received if stopping.received else 0
+
+
+def save(model, tokenizer, out):
+    """Save in out/, or nothing at all: it is named OUT.partial until it is written."""
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        os.sync()
+        partial.rename(out)
+    except Exception as error:  # a full disk raises errors of many types
+        shutil.rmtree(partial, ignore_errors=True)
+        raise cli.InputError(f"cannot save {out} ({cli.first_line(error)})") from error
+
+
+def report_boxes(model, tokenizer, problems):
+    """Sample the first demonstrations' questions, and say how many samples box an answer."""
+    groups = sample(model, tokenizer, problems, 1, 512, name="check")
+    boxed = sum(bool(group.answers[0]) for group in groups)
+    print(f"{boxed} of {len(groups)} samples of demonstrated questions box an answer")
+    if boxed < len(groups):
+        print("more --epochs or a larger --lr help; train.py learns little where boxes are rare")
 
 
 def read_demonstrations(path):

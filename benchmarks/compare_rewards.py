@@ -29,11 +29,11 @@ import plot
 from engine import cli, load
 from engine.files import checkpoints, read_config, read_rows, to_jsonl
 from engine.supervised import supervise
-from tasks import toy
+from tasks import toy, toy_model
 
 RUNS = ROOT / "runs" / "compare_rewards"
 REWARDS = ["cer", "exact", "verifree", "rule", "rule+cer"]
-TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy.LEARNING_RATE)
+TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy_model.LEARNING_RATE)
 REAL_RECIPE = "--questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --keep 6 --eval-limit 50"
 REAL_RECIPE += " --eval-runs 2 --eval-every 10"
 REAL_RECIPE += " --eval-temperature 1 --eval-top-p 1 --eval-top-k 0"  # as on the toy
@@ -81,7 +81,8 @@ def main():
         if args.model:
             warm_starts[seed] = make(RUNS / f"{prefix}-warm-start", warm_start, args.model)
         else:
-            warm_starts[seed] = make(RUNS / f"{prefix}-warm-start-{seed}", toy.warm_start, seed)
+            directory = RUNS / f"{prefix}-warm-start-{seed}"
+            warm_starts[seed] = make(directory, toy_model.warm_start, seed)
 
     def train_and_measure(job):
         name, seed = job
@@ -132,7 +133,7 @@ def warm_start(directory, model, steps=60):
     all eight forms. Its prompt becomes the toy's, the question alone."""
     torch.manual_seed(0)
     model, tokenizer = load.load(model, "cpu")
-    tokenizer.chat_template = toy.CHAT_TEMPLATE
+    tokenizer.chat_template = toy_model.CHAT_TEMPLATE
     rng, (_, train) = random.Random(0), toy.stories()
 
     def pairs():

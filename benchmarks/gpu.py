@@ -22,10 +22,10 @@ from measure import commit
 
 from cer import answer_logprobs, log_finished, spellings
 from engine import cli, load, memory, policy, ranks
-from engine.sampling import Probe, generate
+from engine.sampling import EachStep, generate
 from engine.tokens import vocabulary
 from rloo import TrainingRow, update
-from tasks import toy
+from tasks import toy_model
 
 QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728, head_dim=128)
 QWEN3_4B |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=151_936)
@@ -45,7 +45,7 @@ def main():
     on_gpu = device.type == "cuda"
     shape = args.shape or ("qwen3-4b" if on_gpu else "small")
     torch.manual_seed(0)
-    tokenizer = toy.build_tokenizer()  # any will do, since the weights are random
+    tokenizer = toy_model.build_tokenizer()  # any will do, since the weights are random
     same = dict(tie_word_embeddings=True, max_position_embeddings=40_960, eos_token_id=1)
     config = transformers.Qwen3Config(**SHAPES[shape], **same)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -63,7 +63,7 @@ def main():
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    with mock.patch("engine.sampling.Probe", Ends):
+    with mock.patch("engine.sampling.EachStep", Ends):
         for part in scoring, decoding, sampling, updating:
             for line in part(model, tokenizer, LENGTHS[shape], args.repeats):
                 print(json.dumps({"part": part.__name__} | line | origin), flush=True)
@@ -108,15 +108,15 @@ def full_passes(model, tokenizer, contexts, answers):
     with logits at the answer's positions only."""
     scores = []
     for answer in answers:
-        [(tokens, closers)] = spellings(vocabulary(tokenizer), answer)  # the toy's has one
-        ids = torch.tensor([context + tokens for context in contexts], device=model.device)
+        [way] = spellings(vocabulary(tokenizer), 0, answer)  # the toy's tokenizer has one
+        ids = torch.tensor([context + way.tokens for context in contexts], device=model.device)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        states = hidden[:, -len(tokens) - 1 :]
-        scores.append(log_finished(model.lm_head, states, tokens, closers))
+        states = hidden[:, -len(way.tokens) - 1 :]
+        scores.append(log_finished(model.lm_head, states, way))
     return torch.stack(scores)
 
 
-class Ends(Probe):
+class Ends(EachStep):
     """Ends a row when it has as many tokens as the id of its first token says, and not before."""
 
     def __call__(self, ids, logits):

@@ -2,6 +2,7 @@
 
     python benchmarks/two_tables_figure.py     # runs/two_tables.png, in a minute
     python benchmarks/two_tables_figure.py --forms 16 --lr .05 .1 .2 .4
+    python benchmarks/two_tables_figure.py --causes     # in five minutes
 
 K policies, one for each seed, are trained at once. A step samples N answers to each of B questions.
 There are S solutions and V = S F answers. pass@1 is the probability of value 0 in any form. Slips
@@ -21,57 +22,60 @@ from engine.cli import Parser, number, require, run_script
 from plot import COLOURS
 from rloo import leave_one_out
 
-CURVES = {"Rule+CER": "rule+cer", "CER": "cer", "VeriFree": "verifree", "exact match": "exact"}
-CURVES |= {"perfect verifier": "rule"}  # drawn last, dashed, as others lie under it
-
 # ------------------------------------------------------------------------------------ the training
 
 
-def two_tables(K, F, slip, skew=0.0, S=6):
+def two_tables(K, F, slip, skew=0.0, own_forms=False, S=6):
     """The policy before training -> theta [K, S], phi [K, S, V]. The right solution has probability
-    0.2. The forms are equally likely, or their logits have the standard deviation skew."""
+    0.2. The forms are equally likely, or their logits have the standard deviation skew. With
+    own_forms each solution prefers other forms, and otherwise all prefer the same."""
     prior = torch.tensor([0.2] + [0.8 / (S - 1)] * (S - 1))
     value = torch.full((S, S), slip / (S - 1)).fill_diagonal_(1 - slip).clamp_min(1e-4)
-    phi = (value.log()[:, :, None] + skew * torch.randn(K, 1, 1, F)).flatten(2)
+    phi = (value.log()[:, :, None] + skew * torch.randn(K, S if own_forms else 1, 1, F)).flatten(2)
     return prior.log().repeat(K, 1).requires_grad_(), phi.requires_grad_()
 
 
-def judge(reward, theta, phi, s, a, reference, M, divide_by_std=False):
-    """Samples s, a [K, B, N] and references [K, B] -> R [K, B, N], and the losses [K, B]."""
-    (K, B, N), F = s.shape, phi.shape[-1] // theta.shape[-1]
-    reference = reference[..., None].expand_as(a)
-    log_pi = phi.log_softmax(-1)[torch.arange(K)[:, None, None], s]  # of all answers  [K, B, N, V]
-    log_P = log_pi.detach().gather(-1, reference[..., None])[..., 0]  # log pi(a*|s_j)  [K, B, N]
-    log_W = log_pi.detach().gather(-1, a[:, :, None].expand(K, B, N, N)).mT  # log pi(a_i|s_j)
+def judge(reward, theta, phi, s, a, reference, M, all_columns=False, divide_by_std=False,
+          in_order=False):  # fmt: skip
+    """Samples s, a [K, B, N] and references [K, B] -> R [K, B, N], and the losses [K, B]. With
+    all_columns the columns of CER's W are the S solutions, one each, instead of the sampled ones.
+    With in_order a group is left out if a wrong solution gives its reference most often."""
+    (K, B, N), (S, V) = s.shape, phi.shape[1:]
+    k, reference = torch.arange(K)[:, None, None], reference[..., None]  # both before [K, B, N]
+    log_pi = phi.log_softmax(-1)  # of all answers after all solutions  [K, S, V]
+    of_reference = log_pi.detach()[k, torch.arange(S), reference]  # log pi(a*|s)  [K, B, S]
+    columns = torch.arange(S).expand(K, B, S) if all_columns else s
+    log_W = log_pi.detach()[k[..., None], columns[:, :, None], a[..., None]]  # log pi(a_i|s_j)
     if M < N:  # the own solution, others at random (cer.py first takes all that gave the answer)
         keys = torch.eye(N) + torch.rand(log_W.shape)
         log_W[keys < keys.topk(M).values[..., -1:]] = -torch.inf
-    R_cer, right = cer(log_W, log_P), (a // F == 0).float()
+    R_cer, right = cer(log_W, of_reference.gather(-1, columns)), (a < V // S).float()
     R = {
         "exact match": (a == reference).float(),
         "perfect verifier": right,
-        "VeriFree": log_P.exp(),
+        "VeriFree": of_reference.gather(-1, s).exp(),
         "CER": R_cer,
         "Rule+CER": (right + R_cer) / 2,  # with a perfect rule
     }[reward]
     A = leave_one_out(R)
     # GRPO divides by the group's standard deviation. The paper does not.
     A = A / (R.std(-1, keepdim=True) + 1e-6) if divide_by_std else A
+    A = A * (of_reference.argmax(-1, keepdim=True) == 0) if in_order else A
     # In place of the sampled answer VeriFree teaches the reference, weighted by its probability R.
     taught, weight = (reference, R) if reward == "VeriFree" else (a, A)
     log_pi_s = theta.log_softmax(-1).gather(-1, s.flatten(1)).view_as(s)
-    log_pi_a = log_pi.gather(-1, taught[..., None])[..., 0]
-    return R, -(A * log_pi_s + weight * log_pi_a).mean(-1)
+    return R, -(A * log_pi_s + weight * log_pi[k, s, taught]).mean(-1)
 
 
-def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=100, seeds=200,
-          seed=0, fixed_form=False, divide_by_std=False,
-          optimizer=torch.optim.Adam, lr=0.05):  # fmt: skip
+def train(reward, forms=8, slip=0.3, skew=0.0, own_forms=False, N=8, M=None, questions=4, steps=100,
+          seeds=200, seed=0, fixed_form=False, fixed_answers=False,
+          optimizer=torch.optim.Adam, lr=0.05, **judging):  # fmt: skip
     """Train one policy per seed -> pass@1 and slips left, both [seeds, steps + 1]. M = None means
-    M = N. With fixed_form the question is the same at every step, and its reference has form 0."""
+    M = N. With fixed_form the question is the same at every step, and its reference has form 0.
+    With fixed_answers only pi(s) learns. judging: options of judge."""
     torch.manual_seed(seed)
-    theta, phi = two_tables(seeds, forms, slip, skew)
-    optimizer, curves = optimizer([theta, phi], lr=lr), []
+    theta, phi = two_tables(seeds, forms, slip, skew, own_forms)
+    optimizer, curves = optimizer([theta, phi.requires_grad_(not fixed_answers)], lr=lr), []
     for _ in range(steps + 1):
         pi_s, pi_a = theta.detach().softmax(-1), phi.detach().softmax(-1)
         right = pi_a[..., :forms].sum(-1)  # pi(value 0|s)  [K, S]
@@ -80,7 +84,7 @@ def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=1
         s = pi_s.multinomial(questions * N, replacement=True)  # [K, B N]
         a = pi_a[torch.arange(seeds)[:, None], s].flatten(0, 1).multinomial(1)
         s, a = s.view(seeds, questions, N), a.view(seeds, questions, N)
-        R, losses = judge(reward, theta, phi, s, a, reference, M or N, divide_by_std)
+        R, losses = judge(reward, theta, phi, s, a, reference, M or N, **judging)
         optimizer.zero_grad()
         losses.mean(1).sum().backward()  # the policies share no weights
         optimizer.step()
@@ -89,29 +93,42 @@ def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=1
 
 # ------------------------------------------------------------------------- the table and the figure
 
+# The reward of a curve -> its colour, dashes and width, from the bottom of a panel to its top.
+CURVES = {"perfect verifier": ("silver", "-", 7), "Rule+CER": (COLOURS["rule+cer"], ":", 4)}
+CURVES |= {"VeriFree": (COLOURS["verifree"], "-.", 1.5)}
+CURVES |= {"exact match": (COLOURS["exact"], "--", 2.5), "CER": (COLOURS["cer"], "-", 1.5)}
 
-def draw_panel(axis, title, curves, seeds, steps, **options):
-    """curves: name -> its options. A name begins with its reward. Also prints a line for each."""
+# The panels of --causes: each changes one thing, with 16 forms unless it says otherwise.
+CAUSES = {f"own forms, sd {sd}": {"skew": float(sd), "own_forms": True} for sd in range(4)} | {
+    "only pi(s) learns": {"fixed_answers": True},
+    "64 questions": {"questions": 64},
+    "all six columns": {"all_columns": True},
+    "8, unequal, std, in order": {"forms": 8, "skew": 2.0, "divide_by_std": True, "in_order": True},
+    "SGD, lr: 20, 200 steps": {"optimizer": torch.optim.SGD, "lr": 20.0, "steps": 200},
+}
+
+
+def draw_panel(axis, title, curves, **options):
+    """curves: name -> its own options. A name begins with its reward. Also prints a table."""
+    steps = options["steps"]
     columns = range(0, steps + 1, max(1, steps // 4))
     print(f"\n{title:28}" + "".join(f"{t:6}" for t in columns) + "   slips  .8 at")
-    for name, setting in curves.items():
+    for name, own in curves.items():
         reward = name.split(",")[0]
-        found = train(reward, seeds=seeds, steps=steps, **options | setting)
-        pass_at_1, slips = found.mean(1)
-        reached = next((t for t in range(steps + 1) if pass_at_1[t] >= 0.8), "-")
-        row = "".join(f"{x:6.3f}" for x in pass_at_1[columns])
+        found = train(reward, **options | own)
+        mean, slips = found.mean(1)
+        reached = next((t for t in range(steps + 1) if mean[t] >= 0.8), "-")
+        row = "".join(f"{x:6.3f}" for x in mean[columns])
         print(f"  {name:26}{row}{slips[-1]:8.3f}{reached:>7}", flush=True)
-        colour = COLOURS[CURVES[reward]]
-        paler = 0.65 ** [line.get_color() for line in axis.lines].count(colour)
-        style = "--" if reward == "perfect verifier" else "-"
-        width = 4 if reward == "Rule+CER" else 1.5  # the curves on top of it leave its edges
-        axis.plot(pass_at_1, style, color=colour, alpha=paler, linewidth=width, label=name)
-        band = 1.96 * found[0].std(0) / seeds**0.5
-        edges = pass_at_1 - band, pass_at_1 + band
-        axis.fill_between(range(steps + 1), *edges, color=colour, alpha=0.2)
-    axis.set(title=title, xlabel="step", ylabel="pass@1", ylim=(0, 1.02))
+        colour, dashes, width = CURVES[reward]
+        again = [line.get_color() for line in axis.lines].count(colour)
+        dashes = (dashes, "--", "-.", ":")[again % 4]
+        axis.plot(mean, dashes, color=colour, linewidth=width, label=name)
+        band = 1.96 * found[0].std(0) / len(found[0]) ** 0.5
+        axis.fill_between(range(steps + 1), mean - band, mean + band, color=colour, alpha=0.2)
+    axis.set(title=title, ylabel="pass@1", ylim=(0, 1.02))
     if others := [line for line in axis.lines if line.get_label() not in CURVES]:
-        axis.legend(handles=others, frameon=False, loc="lower right")
+        axis.legend(handles=others, frameon=False, loc="lower right", handlelength=3)
 
 
 def main():
@@ -119,33 +136,33 @@ def main():
     add, count = parser.add_argument, number(int, 1)
     add("--forms", type=count, nargs="+", default=[1, 4, 16], help="a panel for each")
     add("--lr", type=number(float, 0), nargs="+", default=[0.05], help="learning rates, likewise")
-    add("--M", type=count, nargs="+", default=[8, 4, 2, 1], help="a curve for each")
     add("--slip", type=number(float, 0, 1), default=0.3, help="probability of a slip")
-    add("--N", type=number(int, 2), default=8, help="samples of a question")
     add("--steps", type=count, default=100, help="optimizer steps")
     add("--seeds", type=number(int, 2), default=200, help="policies trained at once")
+    add("--causes", action="store_true", help="other panels, which tell causes apart")
     add("--out", type=Path, default=Path("runs/two_tables.png"), help="the figure")
     args = parser.parse_args()
-    require(max(args.M) <= args.N, f"--M {max(args.M)}: expected at most --N, which is {args.N}")
     require(args.out.suffix in (".png", ".svg", ".pdf"), f"--out {args.out}: expected .png or .svg")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # in tensors this small, threads mostly wait for each other
 
-    panels = {}
+    same = {"slip": args.slip, "steps": args.steps, "seeds": args.seeds, "lr": args.lr[0]}
+    panels = {}  # title -> (its options, its curves)
+    every = dict.fromkeys(CURVES, {})
     for F, lr in itertools.product(args.forms, args.lr):
-        panels[f"forms: {F}, lr: {lr:g}"] = dict.fromkeys(CURVES, {"forms": F, "lr": lr})
-    panels["forms: 8, by M"] = {f"CER, M = {M}": {"M": M} for M in args.M}
-    panels["forms: 8, a* fixed"] = dict.fromkeys(CURVES, {"fixed_form": True})
-    panels["forms: 8, unequal"] = dict.fromkeys(["perfect verifier", "CER"], {"skew": 2.0})
-    panels["forms: 8, unequal"]["CER, divided by std"] = {"skew": 2.0, "divide_by_std": True}
+        panels[f"forms: {F}, lr: {lr:g}"] = {"forms": F, "lr": lr}, every
+    panels["forms: 8, by M"] = {}, {f"CER, M = {M}": {"M": M} for M in (8, 4, 2, 1)}
+    panels["forms: 8, a* fixed"] = {"fixed_form": True}, every
+    unequal = {"perfect verifier": {}, "CER": {}, "CER, divided by std": {"divide_by_std": True}}
+    panels["forms: 8, unequal"] = {"skew": 2.0}, unequal
+    if args.causes:
+        panels = {title: ({"forms": 16} | change, every) for title, change in CAUSES.items()}
     rows = -(-len(panels) // 3)
     figure = plt.figure(figsize=(9.5, 3 * rows), layout="constrained")
-    for place, (title, curves) in enumerate(panels.items(), start=1):
-        axis = figure.add_subplot(rows, 3, place)
-        same = {"slip": args.slip, "N": args.N, "steps": args.steps, "seeds": args.seeds}
-        draw_panel(axis, title, curves, **{"lr": args.lr[0]} | same)
-    lines = figure.axes[0].lines
-    figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
+    for place, (title, (options, curves)) in enumerate(panels.items(), start=1):
+        draw_panel(figure.add_subplot(rows, 3, place), title, curves, **same | options)
+    figure.legend(handles=figure.axes[0].lines, loc="outside upper center", ncols=5, frameon=False)
+    figure.supxlabel(f"step (probability of a slip {args.slip:g}, N = 8 samples)")
     figure.savefig(args.out, dpi=180)
 
 

@@ -1,8 +1,8 @@
 """Save and resume the state of a run."""
 
+import math
 import os
 import shutil
-import time
 from hashlib import sha256
 
 import torch
@@ -15,25 +15,34 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from engine.cli import InputError, first_line, is_rank_0, require, say
+from engine.cli import InputError, first_line, require
+from engine.console import is_rank_0, say
 from engine.files import checkpoints, read_config
 
 TENSORS_IN_A_FILE = 32
 
 
-def fingerprint(problems):
-    """What tells whether a resumed run has the same data."""
-    return f"{len(problems)} questions, sha256 {sha256(repr(problems).encode()).hexdigest()[:16]}"
+def fingerprint(problems, template=None):
+    """What tells whether a resumed run has the same data and the same chat template."""
+    digest = sha256(repr((problems, template)).encode()).hexdigest()[:16]
+    return f"{len(problems)} questions, sha256 {digest}"
 
 
-def check_resumed(out, problems, last_step):
-    """Refuse to resume a run whose data has changed, or that is complete."""
-    now = fingerprint(problems)
-    before = read_config(out).get("data", now)
-    require(before == now, f"--resume: the data has changed ({before} before, {now} now)")
+def check_resumed(out, data, last_step):
+    """Refuse to resume a run whose data (a fingerprint) has changed, or that is complete."""
+    before = read_config(out).get("data", data)
+    require(
+        before == data,
+        f"--resume: the data has changed, or the chat template ({before} before, {data} now)",
+    )
     done = max([step for step, _ in checkpoints(out)], default=0)
-    complete = f"the run in {out} has completed {done} steps: a larger --steps would extend it"
-    require(done < last_step, f"{complete}, unless its learning rate decays")
+    if is_rank_0():  # what a kill has left
+        shutil.rmtree(out / "checkpoints" / "partial", ignore_errors=True)
+    require(
+        done < last_step,
+        f"the run in {out} has completed {done} steps: a larger --steps would extend it, unless "
+        "its learning rate decays",
+    )
     say(f"resuming after step {done}")
 
 
@@ -41,11 +50,7 @@ def training_state(policy, optimizer):
     """The sharded weights and Adam's state by parameter name, without copies. Before Adam's first
     step torch creates its moments here, so that a checkpoint can be loaded into them."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    fresh = not optimizer.state
     state = get_optimizer_state_dict(policy, optimizer, options=options)
-    for name, value in state.items():
-        if fresh and name.endswith(".step"):
-            value.zero_()  # torch has made the moments by a step that changes nothing
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     return dict(policy.named_parameters()) | tensors
 
@@ -65,8 +70,6 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
     if is_rank_0():
         shutil.rmtree(partial, ignore_errors=True)
-        if partial.exists():  # it cannot be deleted
-            partial.rename(partial.with_name(f"partial-{time.time_ns()}"))
     dist.barrier()
     try:
         state = training_state(policy, optimizer)
@@ -103,13 +106,30 @@ def load_checkpoint(out, policy, optimizer):
     if not found:
         return 0
     step, directory = found[-1]
+    state = training_state(policy, optimizer)
     try:
         reader = HuggingFaceStorageReader(str(directory / "training"))
-        reader.read_metadata()  # a broken file is found here; dcp.load would log it at length
-        dcp.load(training_state(policy, optimizer), storage_reader=reader)
+        saved = reader.read_metadata().state_dict_metadata
+        check_complete(directory, saved, state)  # dcp.load would leave what is missing as it is
+        dcp.load(state, storage_reader=reader)
+    except InputError:
+        raise
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
-        advice = f"remove {directory} to resume from the checkpoint before it"
         raise InputError(
-            f"{directory}/training: not readable ({reason(error)}); {advice}"
+            f"{directory}/training: not readable ({reason(error)}); remove {directory} to resume "
+            "from the checkpoint before it"
         ) from error
     return step
+
+
+def check_complete(directory, saved, state):
+    """Check that the files of a checkpoint hold every number of the state."""
+    for name, tensor in state.items():
+        chunks = saved[name].chunks if name in saved else []
+        held = sum(math.prod(chunk.sizes) for chunk in chunks)
+        require(
+            held == tensor.numel(),
+            f"{directory}/training holds {held:,} of {tensor.numel():,} numbers of {name}: give "
+            f"back its missing files or this run's --model, or remove {directory} to resume from "
+            "the checkpoint before it",
+        )

@@ -1,17 +1,11 @@
-"""The command line: flags, progress and error messages of the scripts. Does not import torch."""
+"""The command line of the scripts: errors and flags. Does not import torch."""
 
 import argparse
-import contextlib
 import difflib
 import logging
 import os
-import shutil
-import signal
 import sys
-import time
 from pathlib import Path
-
-from tqdm import tqdm
 
 # ------------------------------------------------------------------------------------ what is wrong
 
@@ -19,9 +13,6 @@ from tqdm import tqdm
 class InputError(Exception):
     """The user's input is wrong. The message is one line that says what is wrong, where, and what
     would be right. run_script prints it and exits with code 2."""
-
-
-MADE = []  # the run's directory and its parents, if this attempt made them, until it is sure to run
 
 
 def require(condition, message):
@@ -35,32 +26,28 @@ def first_line(error):
 
 def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
-    be used and a GPU out of memory become one line on stderr and exit code 2. The directories in
-    MADE are then removed, so that a refused attempt leaves nothing."""
+    be used and a GPU out of memory become one line on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader of our output is gone, as under `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except (InputError, OSError) as error:
         message = str(error)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
             raise
-        hint = "try --microbatch-tokens or --cpu-offload (train.py), or --batch (warm_start.py)"
-        message = f"{error}: {hint}"
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        # If all ranks meet the same error, rank 0 prints it, and torchrun ends the others while
-        # they sleep. A rank that is still alive after 8 s failed alone and prints the error itself.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(8)
-    for directory in MADE[:1]:
-        shutil.rmtree(directory, ignore_errors=True)
-    for parent in MADE[1:]:
-        with contextlib.suppress(OSError):  # another run may have begun in it
-            parent.rmdir()
-    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
+        message = (
+            f"{error}: try --microbatch-tokens or --cpu-offload (train.py), "
+            "or --batch (warm_start.py)"
+        )
+    rank = os.environ.get("RANK", "0")
+    name = Path(sys.argv[0]).name + ("" if rank == "0" else f", rank {rank}")
+    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -99,35 +86,3 @@ def number(kind, low, high=float("inf")):
 
     parse.__name__ = kind.__name__  # for argparse's message when the text is not a number
     return parse
-
-
-# ----------------------------------------------------------------------------- lines and progress
-
-
-def is_rank_0():
-    return os.environ.get("RANK", "0") == "0"
-
-
-def say(text):
-    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints."""
-    # Nothing is lost if the log's reader is gone, or if a signal's line interrupts another line.
-    with contextlib.suppress(OSError, RuntimeError):
-        if is_rank_0():
-            tqdm.write(text, file=sys.stderr)
-
-
-class Lines:
-    """A file for tqdm that is no terminal: every state of the bar becomes a line of the log."""
-
-    def write(self, text):
-        if text.strip():
-            say(text.strip())
-
-
-def progress(name, iterable=None, **options):
-    """tqdm's bar for one part of a step, on rank 0. On a terminal it appears after ten seconds.
-    Elsewhere it prints a line a minute."""
-    pace = {"delay": 10}
-    if not sys.stderr.isatty():
-        pace = {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1}
-    return tqdm(iterable, name, leave=False, disable=not is_rank_0(), **pace, **options)

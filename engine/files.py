@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from engine.cli import MADE, InputError, first_line, require
+from engine.cli import InputError, first_line, require
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
@@ -22,7 +22,7 @@ def read_rows(path, log=False):
     require(path.is_file(), f"{path}: no such file")
     try:
         if ending == ".parquet":
-            source = pyarrow.parquet.read_table(path).to_pylist()
+            source = table_rows(pyarrow.parquet.read_table(path))
         elif ending == ".json":
             source = json.loads(path.read_bytes())
             if isinstance(source, dict):  # an object with one list, such as {"data": [...]}
@@ -31,12 +31,25 @@ def read_rows(path, log=False):
             lines = path.read_bytes().split(b"\n")[: -1 if log else None]
             source = (json.loads(line) for line in lines if line.strip())
         for row in source:
-            rows.append(dict(row))
-    except (ValueError, TypeError, OSError, RecursionError) as error:
+            rows.append(dict(**row))  # only an object has names for its columns
+    except (ValueError, TypeError, OSError, RuntimeError) as error:  # too deep a nesting, too
         where = f"{path}, row {len(rows) + 1}"
         problem = f"{where}: expected objects with named columns ({first_line(error)})"
         raise InputError(problem) from error
     return rows
+
+
+def table_rows(table):
+    """The rows of a pyarrow table as dicts. Floats of 32 bits, also in lists, are read as they are
+    printed, because .1 would become 0.10000000149011612."""
+    text, wide = pyarrow.string(), pyarrow.float64()
+    for i, column in enumerate(table.columns):
+        if column.type == pyarrow.float32():
+            column = column.cast(text).cast(wide)
+        elif getattr(column.type, "value_type", None) == pyarrow.float32():
+            column = column.cast(pyarrow.list_(text)).cast(pyarrow.list_(wide))
+        table = table.set_column(i, table.column_names[i], column)
+    return table.to_pylist()
 
 
 def write_atomically(path, text):
@@ -57,23 +70,21 @@ def to_jsonl(rows):
     return "".join(json.dumps(row) + "\n" for row in finite)
 
 
-LOCKS = []  # the lock files that this process holds open until it ends
+def existing(path):
+    """The path, or its nearest parent that exists."""
+    return next(there for there in [path, *path.absolute().parents] if there.exists())
 
 
 def lock(directory):
-    """Make a directory, and lock it against other processes until this one ends."""
-    MADE[:] = [path for path in [directory, *directory.parents] if not path.exists()]
+    """Make a directory, and lock it against other processes -> the open lock file. The lock ends
+    when this is closed, at the latest with the process."""
     directory.mkdir(parents=True, exist_ok=True)
-    file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT)
-    LOCKS.append(file)
+    file = open(directory / "lock", "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        MADE.clear()  # the directory is another process's
-        owner = os.read(file, 20).decode()
-        raise InputError(f"{directory}: process {owner} is writing to it") from error
-    os.ftruncate(file, 0)
-    os.pwrite(file, str(os.getpid()).encode(), 0)
+        raise InputError(f"{directory}: another process is writing to it") from error
+    return file
 
 
 def read_config(run):

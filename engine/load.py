@@ -41,7 +41,12 @@ def load_tokenizer(name_or_dir):
 def load_model(name_or_dir, device, dtype):
     """Load a Hugging Face causal language model, in eval mode."""
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
-    model = from_pretrained(AutoModelForCausalLM, name_or_dir, **options).to(device).eval()
+    model, info = from_pretrained(
+        AutoModelForCausalLM, name_or_dir, output_loading_info=True, **options
+    )
+    lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    require(not lost, f"the model {name_or_dir} lacks {len(lost)} weights, such as {lost[:2]}")
+    model = model.to(device).eval()
     model.set_attn_implementation("sdpa")  # a config's `_attn_implementation` overrides the option
     fuse_norms(model)
     return model
@@ -108,6 +113,8 @@ def check_model(model, tokenizer):
     except ValueError as error:
         raise InputError(str(error)) from error
     prompt = torch.tensor([vocab.encode(r"so \boxed")], device=model.device)
+    hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
+    require(hidden.isfinite().all(), f"{name}: the model's weights hold nan or infinity")
     both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)
     config = sampling_config(model, max_new_tokens=2, **both)
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
@@ -116,7 +123,6 @@ def check_model(model, tokenizer):
     for logits, scores in zip(out.logits, out.scores):
         unchanged = torch.equal(logits[:, :ids], scores[:, :ids])
         require(unchanged, f"{name} is not supported: generate() changes its logits")
-    hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
     difference = model.lm_head(hidden[:, -1]).float() - out.logits[0]
     # The limit allows for bf16 rounding. A scale or a soft cap on the logits exceeds it.
     equal = difference.norm() <= 0.1 * out.logits[0].norm()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine.cli import InputError, require
+from engine.files import existing
 from engine.ranks import all_gather
 from engine.tokens import LOGITS_AT_ONCE
 
@@ -26,36 +27,38 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     micro-batch that microbatch_tokens asks for, does not fit, the policy and Adam move to CPU
     memory. If it does not fit there either, this raises InputError before the policy is loaded. All
     ranks decide alike, by the smallest free memory of any rank."""
-    what = f"the longest prompt and --max-new-tokens add up to {longest_row} tokens"
     positions = getattr(actor.config, "max_position_embeddings", None) or longest_row
-    require(longest_row <= positions, f"{what}, but the model has {positions} positions")
+    require(
+        longest_row <= positions,
+        f"the longest prompt, --max-new-tokens and the longest reference add up to {longest_row} "
+        f"tokens, but the model has {positions} positions",
+    )
     free, ranks = 0.97 * min(all_gather([free_memory()])), dist.get_world_size()
     on_gpu = torch.cuda.is_available()
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
     least = most if microbatch_tokens else longest_row
-
-    needed = functools.partial(memory_needed, actor)  # of (offload, ranks, tokens)
     ways = [False, True] if on_gpu and not cpu_offload else [cpu_offload]
     for offload in ways:
-        of_tokens = functools.partial(needed, offload, ranks)  # grows with the tokens
-        fits = bisect.bisect(range(most + 1), free, key=of_tokens) - 1
-        if fits >= least:
-            why = ", since they do not fit on the GPU" if offload > cpu_offload else ""
-            moved = f"policy and Adam in CPU memory{why}; " if offload else ""
-            share = f"{of_tokens(fits) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
-            line = f"memory: {moved}{fits:,} tokens in a micro-batch, about {share}"
-            return fits, offload, line
+        # The memory grows with the tokens, so a bisection finds how many fit.
+        needed = functools.partial(memory_needed, actor, offload, ranks)
+        tokens = bisect.bisect(range(most + 1), free, key=needed) - 1
+        if tokens >= least:
+            where = "policy and Adam in CPU memory" if offload else ""
+            where += ", since they do not fit on the GPU" if offload > cpu_offload else ""
+            line = (
+                f"memory: {where}{'; ' if where else ''}{tokens:,} tokens in a micro-batch, about "
+                f"{needed(tokens) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
+            )
+            return tokens, offload, line
 
-    def smallest(tokens):
-        return min(needed(offload, ranks, tokens) for offload in ways)
-
-    more = [k for k in (2, 4, 8, 16, 32, 64) if k > ranks and needed(False, k, least) <= free]
-    advice = [f"{k} GPUs (torchrun)" for k in more[:1]]
-    shorter = microbatch_tokens and smallest(longest_row) <= free
-    advice += [f"--microbatch-tokens {longest_row}" if shorter else "shorter rows"]
+    needed = min(memory_needed(actor, offload, ranks, least) for offload in ways)
+    more = [k for k in (2, 4, 8, 16, 32, 64) if k > ranks]
+    enough = [k for k in more if memory_needed(actor, False, k, least) <= free]
+    gpus = f"{enough[0]} GPUs (torchrun), " if enough else ""
     raise InputError(
-        f"{least} tokens in a micro-batch need about {smallest(least) / 1e9:.3g} GB per GPU beside "
-        f"the actor, and {free / 1e9:.3g} GB are free: use {' or '.join(advice)} or a smaller model"
+        f"{least} tokens in a micro-batch need about {needed / 1e9:.3g} GB per GPU beside the "
+        f"actor, and {free / 1e9:.3g} GB are free: use {gpus}a smaller --microbatch-tokens, "
+        "shorter rows or a smaller model"
     )
 
 
@@ -86,7 +89,7 @@ def check_host(actor, out, cpu_offload, checkpoints):
     parameters = sum(p.numel() for p in actor.parameters())
     GB, ranks_here = 1e9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = checkpoints * (12 + actor.dtype.itemsize) * parameters / GB
-    disk = shutil.disk_usage(out).free / GB
+    disk = shutil.disk_usage(existing(out)).free / GB
     line = f"{checkpoints} more checkpoints take {wanted:.3g} of the {disk:.3g} GB of free disk"
     require(wanted < disk, f"--out {out}: {line}: use a smaller --keep")
     if not torch.cuda.is_available():
@@ -99,8 +102,9 @@ def check_host(actor, out, cpu_offload, checkpoints):
     with open("/proc/meminfo") as file:
         available = next(line for line in file if "MemAvailable" in line)
     free = min(int(available.split()[1]) * 1024, container_limit()) / GB
-    short = f"the host needs about {needed:.3g} GB of memory, and {free:.3g} GB are free"
-    require(needed < free, short)
+    require(
+        needed < free, f"the host needs about {needed:.3g} GB of memory, and {free:.3g} GB are free"
+    )
     return f"host memory: about {needed:.3g} of {free:.3g} GB are needed; {line}"
 
 

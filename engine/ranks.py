@@ -7,12 +7,15 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
 
-from engine.cli import say
+from engine.cli import require
+from engine.console import is_rank_0, say
+from engine.files import existing, lock
 
 
 def init_ranks():
@@ -27,7 +30,7 @@ def init_ranks():
         # Batches of many shapes leave holes in segments of fixed size.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "RANK" in os.environ:
+    if "MASTER_ADDR" in os.environ:
         # Ranks wait for the one that samples longest, and for rank 0 to write files.
         dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     else:
@@ -42,6 +45,24 @@ def all_gather(part):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, part)
     return [item for part in parts for item in part]
+
+
+def choose_directory(out, name, resume=False):
+    """--out, or runs/TIME-NAME-PID -> its path, the same on all ranks. Raises InputError if it
+    cannot be used. It is made and locked (engine.files.lock) where the run begins, so a refused
+    attempt leaves nothing behind. Unless a run is resumed it must be empty."""
+    default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
+    out = Path(all_gather([out or default])[0])
+    if is_rank_0():
+        there = existing(out)
+        usable = there.is_dir() and os.access(there, os.W_OK)
+        require(usable, f"--out {out}: {there} is not a directory that can be written to")
+        if (out / "lock").exists():
+            lock(out).close()  # refuses if another process holds it
+        used = {path.name for path in out.glob("*")} - {"lock", "warm-start", "config.json.partial"}
+        require(resume or not used, f"--out {out} is not empty: choose a new directory")
+    dist.barrier()
+    return out
 
 
 def seed_everything(*key):

@@ -6,22 +6,22 @@ import math
 import torch
 from transformers import LogitsProcessor, StaticCache
 
-from engine.cli import progress, say
+from engine.console import progress, say
 from engine.tokens import batches, pad
 
 
 def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
     """The defaults are the model's own distribution. temperature=0 is greedy, top_k=0 keeps all."""
-    if temperature > 0:
+    if temperature > 1e-4:  # below, logits / temperature would overflow, and sampling is greedy
         settings |= dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
     config = copy.deepcopy(model.generation_config)  # its stop tokens
     config.update(**settings)
     return config
 
 
-class Probe(LogitsProcessor):
-    """Suppresses the ids beyond the tokenizer, records the entropy of each step, and counts on the
-    progress bar."""
+class EachStep(LogitsProcessor):
+    """What happens at each decode step before a token is drawn: the ids beyond the tokenizer are
+    suppressed, the entropy is recorded, and the progress bar counts."""
 
     def __init__(self, tokenizer_size, bar):
         self.tokenizer_size, self.bar = tokenizer_size, bar
@@ -49,30 +49,43 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     the longest one ends. A piece prefills its rows again. This costs one forward pass, but no KV
     cache is kept between pieces.
     """
-    completions, entropies = [[] for _ in prompts], [0.0] * len(prompts)
     positions = getattr(model.config, "max_position_embeddings", None) or math.inf
-    most = [max(1, min(max_new_tokens, positions - len(prompt))) for prompt in prompts]
-    if short := sum(limit < max_new_tokens for limit in most):
-        say(f"{short} of {len(most)} samples have less room than {max_new_tokens} tokens")
+    rooms = [max(1, min(max_new_tokens, positions - len(prompt))) for prompt in prompts]
+    if short := sum(room < max_new_tokens for room in rooms):
+        say(
+            f"{short} of {len(rooms)} samples get fewer than {max_new_tokens} tokens, since the "
+            f"model has {positions} positions"
+        )
+    rows = [Row(prompt, room) for prompt, room in zip(prompts, rooms)]
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
-    unfinished, bar = list(range(len(prompts))), progress(name, unit=" tokens", unit_scale=True)
-    while unfinished:
-        finished = len(prompts) - len(unfinished)
-        bar.set_description(f"{name}: {finished}/{len(prompts)} samples finished", refresh=False)
-        lengths = [len(prompts[i]) + len(completions[i]) for i in unfinished]
-        needed = [row_bytes(model, length, piece) for length in lengths]
-        batch = [unfinished[position] for position in next(batches(needed, budget))]
-        so_far = [prompts[i] + completions[i] for i in batch]
-        more = min(piece, max(most[i] - len(completions[i]) for i in batch))
-        for i, ids, entropy in zip(batch, *extend(model, so_far, more, bar, settings)):
-            ids = ids[: most[i] - len(completions[i])]
-            end = next((t for t, token in enumerate(ids, start=1) if token in stops), len(ids))
-            completions[i] += ids[:end]
-            entropies[i] += sum(entropy[:end])
-            if completions[i][-1] in stops or len(completions[i]) == most[i]:
-                unfinished.remove(i)
+    bar = progress(name, unit=" tokens", unit_scale=True)
+    while unfinished := [row for row in rows if row.room > 0]:
+        finished = len(rows) - len(unfinished)
+        bar.set_description(f"{name}: {finished}/{len(rows)} samples finished", refresh=False)
+        batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
+        more = min(piece, max(row.room for row in batch))
+        sampled, entropies = extend(model, [row.ids for row in batch], more, bar, settings)
+        for row, ids, of_tokens in zip(batch, sampled, entropies):
+            row.take(ids, of_tokens, stops)
     bar.close()
-    return completions, [total / len(ids) for total, ids in zip(entropies, completions)]
+    completions = [row.ids[len(prompt) :] for row, prompt in zip(rows, prompts)]
+    return completions, [row.entropy / len(ids) for row, ids in zip(rows, completions)]
+
+
+class Row:
+    """A sample while it grows: ids, the prompt and what was sampled so far; room, how many more
+    tokens it may get (0 if it is finished); entropy, the sum over the sampled tokens."""
+
+    def __init__(self, prompt, room):
+        self.ids, self.room, self.entropy = list(prompt), room, 0.0
+
+    def take(self, ids, entropies, stops):
+        """Append sampled tokens, up to the first stop token and as many as there is room for."""
+        for token, entropy in zip(ids, entropies):
+            if self.room > 0:
+                self.ids.append(token)
+                self.entropy += entropy
+                self.room = 0 if token in stops else self.room - 1
 
 
 @torch.no_grad()
@@ -81,7 +94,7 @@ def extend(model, so_far, tokens, bar, settings):
     entropy of the model's distribution. Whatever follows a stop token is padding."""
     ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
     mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
-    probe = Probe(model.tokenizer_size, bar)
+    each_step = EachStep(model.tokenizer_size, bar)
     # A static cache is written in place. The default one is copied whole at every token. Compiled,
     # transformers (5.23) would repeat the keys of grouped queries for all heads.
     cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)
@@ -91,9 +104,9 @@ def extend(model, so_far, tokens, bar, settings):
         attention_mask=mask,
         past_key_values=cache,
         generation_config=sampling_config(model, **settings),
-        logits_processor=[probe],
+        logits_processor=[each_step],
     )
-    return longer[:, ids.shape[1] :].tolist(), torch.stack(probe.entropies, 1).tolist()
+    return longer[:, ids.shape[1] :].tolist(), torch.stack(each_step.entropies, 1).tolist()
 
 
 def row_bytes(model, tokens, more):
@@ -103,7 +116,8 @@ def row_bytes(model, tokens, more):
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     kv = 2 * config.num_hidden_layers * kv_heads * head_dim  # Qwen3-4B in bf16: 144 KiB a token
-    layer = 4 * (config.hidden_size + config.intermediate_size)
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # as in GPT-2
+    layer = 4 * (config.hidden_size + mlp)
     mask = 6 * tokens * (tokens + more)  # bool, and twice in bf16
     numbers = (tokens + more) * kv + tokens * layer
     return numbers * model.dtype.itemsize + mask + 6 * 4 * config.vocab_size

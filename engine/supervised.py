@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from engine.cli import say
+from engine.console import say
 from engine.tokens import pad
 
 

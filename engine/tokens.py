@@ -83,42 +83,44 @@ class Vocabulary:
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def join(self, ids):
+        """Ids -> the bytes that they spell."""
         return b"".join(self.bytes[i] for i in ids)
 
     def beginning_with(self, prefix):
-        """Ids of the tokens whose bytes begin with `prefix`. In byte order they lie between the
-        prefix and the same prefix with its last byte, a "}", increased by one."""
+        """The ids of all tokens whose bytes begin with `prefix` -> list, possibly empty. In byte
+        order they lie between the prefix and the same prefix with its last byte, a "}", increased
+        by one."""
         low = bisect.bisect_left(self.sorted, prefix)
         high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))
         return self.order[low:high]
 
     def locate_answer(self, ids):
-        """The last closed box in sampled ids -> Box, or None. The ids are cut as they were sampled
-        and never tokenised again. In the rare cases that the opening brace is not the first byte of
-        its token, so that they cannot be cut there, or that the answer is not UTF-8, the result is
-        None. Raises ValueError for ids that the tokenizer does not have."""
+        """The last closed box of a completion's sampled ids -> Box, or None without one.
+
+        The ids are cut as they were sampled and never tokenised again. The result is also None in
+        two rare cases: the opening brace is not the first byte of its token, so that the ids cannot
+        be cut there, or the answer is not UTF-8. Raises ValueError for ids that the tokenizer does
+        not have."""
         if not all(0 <= i < len(self.bytes) for i in ids):
             raise ValueError(
                 f"a token id is not in the tokenizer's range, 0 to {len(self.bytes) - 1}"
             )
         # latin-1 reads every byte as one character, so that offsets count bytes.
-        text = self.join(ids).decode("latin-1")
-        found = split_answer(text)
+        found = split_answer(self.join(ids).decode("latin-1"))
         if found is None:
             return None
-        opening, answer = found
-        closing = opening + 1 + len(answer)
-        sizes = [len(self.bytes[i]) for i in ids]
-        ends = list(itertools.accumulate(sizes))  # where each token ends, in bytes
-        if opening not in ends:
+        opening, answer = found[0], found[1].encode("latin-1")
+        closing = opening + 1 + len(answer)  # the offset of the brace that closes the box
+        ends = list(itertools.accumulate(len(self.bytes[i]) for i in ids))  # of each token
+        opening_token, closing_token = (bisect.bisect_right(ends, at) for at in (opening, closing))
+        if opening not in ends:  # no token ends where the brace begins
             return None
-        solution_length = bisect.bisect_right(ends, opening)  # index of the brace's token
-        rest = text[closing : ends[bisect.bisect_right(ends, closing)]]
+        rest = self.bytes[ids[closing_token]][closing - ends[closing_token] :]
         try:
-            answer = answer.encode("latin-1").decode("utf-8")
+            answer = answer.decode("utf-8")
         except UnicodeDecodeError:  # half a character is no text
             return None
-        return Box(solution_length, answer, rest.encode("latin-1").decode("utf-8", "replace"))
+        return Box(opening_token, answer, rest.decode("utf-8", "replace"))
 
 
 @functools.lru_cache(maxsize=8)
@@ -150,14 +152,14 @@ def pad(lists, side="right", value=0):
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 
-def batches(lengths, budget):
-    """Split the indices of `lengths`, shortest first, into lists whose padded size (how many x the
-    longest) stays within the budget. A length over the budget gets a list of its own."""
+def batches(items, size, budget):
+    """Split items, smallest first, into lists whose padded size (how many x the largest) stays
+    within the budget. size: item -> number. An item over the budget gets a list of its own."""
     batch = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and (len(batch) + 1) * lengths[i] > budget:
+    for item in sorted(items, key=size):
+        if batch and (len(batch) + 1) * size(item) > budget:
             yield batch
             batch = []
-        batch.append(i)
+        batch.append(item)
     if batch:
         yield batch

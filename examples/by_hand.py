@@ -1,5 +1,6 @@
 """CER on three kinds of solution and four answers, small enough to check by hand."""
 
+import argparse
 import sys
 
 import torch
@@ -59,3 +60,121 @@ for title, kinds in groups.items():
     show(title, [f"{kind}, {answer}" for kind, answer in zip(kinds, answers)], width=10)
     show("R", R, width=10)
     show("advantage, R - mean of the others", leave_one_out(R), width=10)
+
+
+# ---------------------------------------------------------------- the same example as three squares
+
+KINDS = {"A": "#0b5fa5", "B": "#1b7f5c", "C": "#a83279"}  # colours that colour-blind eyes tell apart
+FILL, PALE_FILL, INK, LINE = "#e88427", "#f8d9b8", "#1c1e22", "#8a3d04"
+
+
+def draw(path):
+    """Draw the model, the solutions that lead to "14 eggs" and the reward of every answer. The
+    squares have sides of length 1, so that a share of the area is a probability or a mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "by_hand", "font.size": 10.5, "text.color": INK}
+    import matplotlib.pyplot as plt
+    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
+
+    def box(axis, x, y, width, height, colour, alpha=1.0):
+        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.8, "alpha": alpha}
+        axis.add_patch(plt.Rectangle((x, y), width, height, **style))
+
+    def write(axis, x, y, text, **style):
+        axis.text(x, y, text, **{"ha": "center", "va": "center"} | style)
+
+    def formula(axis, y, *parts):
+        """Write (text, colour) pairs as one line below the square."""
+        pieces = [TextArea(text, textprops={"color": colour}) for text, colour in parts]
+        line = HPacker(children=pieces, pad=0, sep=0, align="baseline")
+        place = {"bbox_to_anchor": (0.5, y), "bbox_transform": axis.transAxes, "pad": 0}
+        axis.add_artist(AnchoredOffsetbox("upper center", child=line, frameon=False, **place))
+
+    def short(x, digits=3):
+        return f"{x:.{digits}f}".removeprefix("0")
+
+    def terms(widths, heights, digits):
+        """The formula of a mean: + w * h for each kind, in the colour of the kind and of h."""
+        parts = []
+        for kind, width, height in zip(KINDS, widths.tolist(), heights.tolist()):
+            plus = [(" + ", INK)] if parts else []
+            times = (short(width, digits) + "×", KINDS[kind])
+            parts += [*plus, times, (short(height, 2), LINE if digits == 3 else KINDS[kind])]
+        return parts
+
+    figure, axes = plt.subplots(1, 3, figsize=(8.85, 4.5), facecolor="white")
+    figure.subplots_adjust(left=0.015, right=0.985, bottom=0.19, top=0.75, wspace=0.22)
+    question = '"3 bags of 4 eggs and 2 more eggs. How many eggs?"  The reference answer a* is 14.'
+    figure.text(0.5, 0.975, question, ha="center", va="top", fontsize=12)
+    titles = {
+        "The model": "width: prior π(s|q)\nheight: likelihood π(a|s,q)",
+        "Solutions that lead to “14 eggs”": "width: posterior π(s|a,q)\nheight: P = π(a*|s,q)",
+        "The reward of every answer": "width: π(a|q)\nheight: reward",
+    }
+    for axis, (title, sides) in zip(axes, titles.items()):
+        axis.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], aspect="equal")
+        axis.spines[:].set_color("#888888")
+        write(axis, 0.5, 1.225, title, weight="bold", fontsize=11.5)
+        write(axis, 0.5, 1.09, sides)
+    for axis in axes[1:]:
+        write(axis, -0.11, 0.5, "→", fontsize=20)
+    model, leading, rewards = axes
+    chosen, P = answers.index("14 eggs"), likelihood[:, 0]
+
+    x = 0
+    for k, (kind, colour) in enumerate(KINDS.items()):
+        width, y = prior[k].item(), 0
+        for u, (answer, height) in enumerate(zip(answers, likelihood[k].tolist())):
+            box(model, x, y, width, height, colour, 1 if u == chosen else 0.22)
+            if height > 0.08 and (width > 0.4 or u != chosen):
+                ink = "white" if u == chosen else INK
+                write(model, x + width / 2, y + height / 2, answer, color=ink)
+            y += height
+        write(model, x + width / 2, -0.06, f"{kind} {short(width, 1)}", color=colour, weight="bold")
+        x += width
+    formula(model, -0.15, *terms(prior, likelihood[:, chosen], 1))
+    formula(model, -0.24, (f"= π(14 eggs|q) = {short(p_answer[chosen])} (dark)", INK))
+
+    x = 0
+    for k, (kind, colour) in enumerate(KINDS.items()):
+        width = posterior[k, chosen].item()
+        box(leading, x, 0, width, 1, colour, 0.22)
+        box(leading, x, 0, width, P[k].item(), FILL)
+        place = {"A": 0.4, "B": 0.89, "C": 1.1}[kind]  # beside narrow columns
+        write(leading, place, -0.06, f"{kind} {short(width)}", color=colour, weight="bold")
+        x += width
+    mean = rho[chosen].item()
+    leading.axhline(mean, color=LINE, linewidth=1.6, linestyle="--")
+    write(leading, 0.43, 0.55, f"P = {short(P[0], 2)}")
+    write(leading, 0.43, mean - 0.07, f"mean height: ρ = {short(mean)}")
+    formula(leading, -0.15, *terms(posterior[:, chosen], P, 3))
+    formula(leading, -0.24, (f"= ρ(14 eggs, 14) = {short(mean)}", LINE))
+
+    x = 0
+    for u, (answer, width) in enumerate(zip(answers, p_answer.tolist())):
+        height = rho[u].item()
+        box(rewards, x, 0, width, height, FILL if u == chosen else PALE_FILL)
+        write(rewards, x + width / 2, height + 0.05, short(height), color=LINE)
+        write(rewards, x + width / 2, -0.06, answer, weight="bold" if u == chosen else "normal")
+        x += width
+    outline = {"fill": False, "linestyle": "--", "linewidth": 1.6, "edgecolor": INK}
+    star, areas = p_answer[0].item(), (p_answer * rho).tolist()
+    rewards.add_patch(plt.Rectangle((0, 0), star, 1, clip_on=False, zorder=3, **outline))
+    write(rewards, star / 2, 0.8, "exact\nmatch")
+    write(rewards, 0.64, 0.8, "Exact match and\nthe bars have the\nsame area")
+    formula(rewards, -0.15, (f"exact match: {short(star)}×1 = {short(star)}", INK))
+    total = "+".join(short(area) for area in areas)
+    formula(rewards, -0.24, (f"CER: {total} = {short(sum(areas))}", LINE))
+
+    figure.savefig(path, dpi=96, metadata={"Date": None})
+    print(f"\nfigure: {path}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--figure", metavar="FILE", help="also draw the example, as .svg or .png")
+    args = parser.parse_args()
+    if args.figure:
+        draw(args.figure)

@@ -30,7 +30,7 @@ import cer  # noqa: E402
 from engine import cli  # noqa: E402
 from engine.load import load  # noqa: E402
 from rollout import chat_messages  # noqa: E402
-from tasks import toy  # noqa: E402
+from tasks import toy_model  # noqa: E402
 from tasks.data import load_problems  # noqa: E402
 
 
@@ -67,19 +67,24 @@ def main():
     add("--dataset", default="toy", help="a name or a file, as for train.py")
     for name in "questions", "samples", "max_new_tokens", "steps":
         flag = f"--{name.replace('_', '-')}"
-        add(flag, type=int, default=toy.FLAGS[name], help="as for train.py, with the toy's default")
+        add(
+            flag,
+            type=int,
+            default=toy_model.FLAGS[name],
+            help="as for train.py",
+        )
     add("--seed", type=int, default=0)
     add("--grpo", action="store_true", help="use GRPOTrainer instead of RLOOTrainer")
     add("--out", default="runs/trl", help="directory for the trained model")
     args, gpu = parser.parse_args(), torch.cuda.is_available()
     ranks = PartialState(cpu=not gpu)
-    B, N, lr = args.questions, args.samples, 1e-6 if args.model else toy.LEARNING_RATE["lr"]
+    B, N, lr = args.questions, args.samples, 1e-6 if args.model else toy_model.LEARNING_RATE["lr"]
     cli.require(B % ranks.num_processes == 0, "--questions must be a multiple of the ranks")
     if not args.model:
         torch.set_num_threads(1)  # the model is so small that threads only wait for each other
         args.model = f"{args.out}/warm-start"
         if ranks.is_main_process:
-            toy.warm_start(args.model, args.seed)
+            toy_model.warm_start(args.model, args.seed)
         ranks.wait_for_everyone()
     model, tokenizer = load(args.model, "cpu")  # in fp32; the trainer moves it to its device
 
@@ -99,7 +104,7 @@ def main():
         gradient_accumulation_steps=B // ranks.num_processes,
         learning_rate=lr,
         lr_scheduler_type="polynomial",  # with power 1 linear, as in train.py
-        lr_scheduler_kwargs={"power": 1.0, "lr_end": lr * toy.LEARNING_RATE["lr_end"]},
+        lr_scheduler_kwargs={"power": 1.0, "lr_end": lr * toy_model.LEARNING_RATE["lr_end"]},
         max_steps=args.steps,
         seed=args.seed,
         use_cpu=not gpu,

@@ -3,14 +3,16 @@
 Hub data sets and local files have the same row format.
 """
 
+import collections
 import math
 import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.cli import InputError, first_line, require, say
-from engine.files import FORMATS, read_rows
+from engine.cli import InputError, require
+from engine.console import say
+from engine.files import FORMATS, read_rows, table_rows
 from engine.tokens import split_answer
 from tasks import toy
 from tasks.verifiers import VERIFIERS
@@ -24,55 +26,60 @@ class Problem:
 
 
 TOY = ("toy", "toy-test")  # made by toy.py
-HUB = {  # name: (data set on the Hugging Face hub, split)
+HUB = {  # name: data set on the Hugging Face hub
     # training
-    "math7.5k": ("DigitalLearningGmbH/MATH-lighteval", "train"),
-    "webinstruct": ("TIGER-Lab/WebInstruct-verified", "train"),  # see beyond_mathematics
+    "math7.5k": "DigitalLearningGmbH/MATH-lighteval:train",
+    "webinstruct": "TIGER-Lab/WebInstruct-verified:train",  # see beyond_mathematics
     # evaluation
-    "math500": ("math-ai/math500", "test"),
-    "amc23": ("math-ai/amc23", "test"),
-    "aime24": ("math-ai/aime24", "test"),
-    "aime25": ("math-ai/aime25", "test"),
-    "mmlu-pro": ("TIGER-Lab/MMLU-Pro", "test"),
-    "supergpqa": ("m-a-p/SuperGPQA", "train"),
+    "math500": "math-ai/math500:test",
+    "amc23": "math-ai/amc23:test",
+    "aime24": "math-ai/aime24:test",
+    "aime25": "math-ai/aime25:test",
+    "mmlu-pro": "TIGER-Lab/MMLU-Pro:test",
+    "supergpqa": "m-a-p/SuperGPQA:train",
 }
+# OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT
+HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(.+))?")
 
 
 def load_problems(name_or_path, limit=None, verifier=None):
-    """Load a data set by name (TOY, HUB) or from a local .jsonl, .json or .parquet file ->
-    list[Problem], only the first `limit` if it is given.
+    """Load a data set -> list[Problem], only the first `limit` if it is given. The data set is a
+    name in TOY or HUB, a local .jsonl, .json or .parquet file, or the id of another one on the hub.
 
     Columns: `question` or `problem`; `answer`, or `solution` with a box; `options` for multiple
     choice, whose answer is a letter (in `answer_letter`, if the row has it); `verifier`, a name in
     VERIFIERS. Rows that name no verifier get the one given, or "math" from the hub and "text" from
     a file. Rows without a usable question and reference are left out and counted. Raises InputError
-    if none is left.
+    if a row names an unknown verifier, or if no row is left.
     """
-    name, default = str(name_or_path), verifier or "math"
-    if name in TOY:
-        rows = toy.rows(name)
-    elif name in HUB:
-        rows = hub_rows(name)
-    else:
-        exists = Path(name).is_file()
-        require(exists, f"{name}: neither a file nor one of {', '.join([*TOY, *HUB])}")
-        rows, default = read_rows(name), verifier or "text"
-        if not verifier and any(not row.get("verifier") for row in rows):
-            say(f"{name}: answers are verified as text; --verifier math reads formulas")
-    problems, left_out = [], []
-    for number, row in enumerate(rows, start=1):
-        try:
-            problems.append(to_problem(row, default))
-        except InputError as reason:
-            left_out.append(f"row {number}: {reason}")
-    reasons = f"{name}: left out {len(left_out)} of {len(rows)} rows ({'; '.join(left_out[:3])})"
+    name = str(name_or_path)
+    rows, default = load_rows(name, verifier)
     require(rows, f"{name} has no rows")
-    require(problems, f"{reasons}. None is left; the columns are {', '.join(rows[0])}")
-    if left_out:
-        say(reasons)
-    if blank := sum(problem.reference != problem.reference.strip() for problem in problems):
-        say(f"{name}: references with whitespace at an end, which is part of a*: {blank}")
+    problems, noted = [], collections.defaultdict(list)  # {what is said of a row: row numbers}
+    for number, row in enumerate(rows, start=1):
+        named, known = row.get("verifier") or default, [*VERIFIERS]
+        require(named in known, f"{name}, row {number}: no verifier {named!r}, only {known}")
+        try:
+            problem = to_problem(row, default)
+        except InputError as reason:
+            noted[f"left out: {reason}"].append(number)
+            continue
+        problems.append(problem)
+        if problem.reference != problem.reference.strip():
+            noted["the reference has whitespace at an end, which is part of a*"].append(number)
+    notes = [f"{what}: rows {first_three(numbers)}" for what, numbers in noted.items()]
+    columns = ", ".join(rows[0])
+    require(problems, f"{name}: no row can be used ({'; '.join(notes)}); the columns are {columns}")
+    if len(problems) < len(rows):
+        say(f"{name}: left out {len(rows) - len(problems)} of {len(rows)} rows")
+    for note in notes:
+        say(f"{name}: {note}")
     return problems[:limit]
+
+
+def first_three(numbers):
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return ", ".join(map(str, numbers[:3])) + more
 
 
 def in_epochs(rows, count, seed):
@@ -83,17 +90,35 @@ def in_epochs(rows, count, seed):
     return [row for order in orders for row in order][:count]
 
 
-def hub_rows(name):
+def load_rows(name, verifier):
+    """-> the rows of a data set, and the verifier of those that name none."""
+    hub_id, path = HUB_ID.fullmatch(HUB.get(name, name)), Path(name)
+    is_file = path.exists() or path.suffix.lower() in FORMATS
+    if name in TOY:
+        return toy.rows(name), verifier or "math"
+    if name in HUB or (hub_id and not is_file):
+        rows = hub_rows(*hub_id.groups())
+        rows = [row for row in rows if name != "webinstruct" or beyond_mathematics(row)]
+        return rows, verifier or "math"
+    require(is_file, f"{name}: neither a file nor one of {', '.join([*TOY, *HUB])}, OWNER/NAME")
+    rows = read_rows(path)
+    if not verifier and any(not (row.get("verifier") or row.get("options")) for row in rows):
+        say(f"{name}: answers are verified as text; --verifier math reads formulas")
+    return rows, verifier or "text"
+
+
+def hub_rows(path, config, split):
     import datasets
 
-    path, split = HUB[name]
     try:
-        rows = datasets.load_dataset(path, split=split)
+        rows = datasets.load_dataset(path, config, split=split or "train")
     except Exception as error:  # the library raises errors of many types
-        problem = f"cannot load {path} from the Hugging Face hub ({first_line(error)})"
-        local = f"a local file works too ({', '.join(FORMATS)}): --dataset FILE"
-        raise InputError(f"{problem}; {local}") from error
-    return [row for row in rows if name != "webinstruct" or beyond_mathematics(row)]
+        says = " ".join(str(error).splitlines()[:2]) or repr(error)  # line 2 may list the configs
+        raise InputError(
+            f"cannot load {path} from the Hugging Face hub ({says}); --dataset takes "
+            f"OWNER/NAME/CONFIG:SPLIT and local files ({', '.join(FORMATS)}) too"
+        ) from error
+    return table_rows(rows.with_format("arrow")[:])
 
 
 def beyond_mathematics(row):
@@ -103,34 +128,47 @@ def beyond_mathematics(row):
 
 
 def to_problem(row, verifier):
-    """One row -> Problem, with this verifier if the row names none. InputError says what the row
-    lacks. References are never stripped or rewritten, but numbers become text, and a box around
-    the whole reference is taken off."""
+    """One row -> Problem, with this verifier if the row names none. InputError says why the row
+    cannot be used, in the same words for all rows of which that is true."""
     question, options = row.get("question") or row.get("problem"), row.get("options")
-    reference = (row.get("answer_letter") if options else None) or row.get("answer")
-    if isinstance(reference, float) and reference.is_integer():
-        reference = int(reference)  # integers are often stored as floats if a value is missing
-    if type(reference) in (int, float) and reference == reference:  # neither a bool nor nan
-        reference = str(reference)
-    in_solution = reference in (None, "")
-    text = row.get("solution") if in_solution else reference
-    box = is_text(text) and split_answer(text)
-    if box and (in_solution or text.strip() == rf"\boxed{{{box[1]}}}"):
-        reference = box[1]
-    require(is_text(question), "no question (`question` or `problem`)")
-    require(is_text(reference), "no reference (`answer`, or `solution` with a box)")
-    whole = split_answer(rf"\boxed{{{reference}}}") == (len(r"\boxed"), reference)
-    require(whole, f"the reference {reference!r} cannot be boxed: check its braces")
-    verifier, known = row.get("verifier") or ("letter" if options else verifier), list(VERIFIERS)
-    require(verifier in known, f"the verifier {verifier!r} is not one of {', '.join(known)}")
-    if not options:
-        return Problem(question, reference, verifier)
-    by_letter = dict(zip("ABCDEFGHIJ", options)) if isinstance(options, list) else {}  # at most 10
+    require(isinstance(question, str) and question.strip(), "no question (`question`, `problem`)")
+    reference = find_reference(row)
+    if options:
+        question, verifier = with_options(question, options, reference), "letter"
+    # These are valid in JSON, but not in UTF-8, and no tokenizer takes them.
+    require(not re.search("[\ud800-\udfff]", question + reference), "a lone surrogate in the text")
+    return Problem(question, reference, row.get("verifier") or verifier)
+
+
+def find_reference(row):
+    """The reference of a row, verbatim, except that numbers become text, and that a box around all
+    of it is taken off."""
+    answer = (row.get("options") and row.get("answer_letter")) or row.get("answer")
+    in_solution = answer in (None, "")
+    text = as_text(row.get("solution") if in_solution else answer) or ""
+    box = split_answer(text)
+    if in_solution or (box and text.strip() == rf"\boxed{{{box[1]}}}"):
+        text = box[1] if box else ""
+    is_list = isinstance(answer, list)
+    require(not is_list, "the reference is a list: several accepted spellings are not supported")
+    require(text.strip(), "no reference (`answer` as text or number, or `solution` with a box)")
+    whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
+    require(whole, "the reference cannot be boxed: check its braces")
+    return text
+
+
+def with_options(question, options, reference):
+    """The question with its options as lines "A: ...". The reference is the letter of one."""
+    require(isinstance(options, list) and len(options) <= 26, "no list of at most 26 options")
+    by_letter = dict(zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", map(as_text, options)))
+    require(None not in by_letter.values(), "an option is neither text nor a finite number")
     require(reference in by_letter, "the answer is not the letter of an option")
-    lines = [f"{letter}: {option}" for letter, option in by_letter.items()]
-    return Problem("\n".join([question, *lines]), reference, verifier)
+    return "\n".join([question, *(f"{letter}: {text}" for letter, text in by_letter.items())])
 
 
-def is_text(value):
-    """Whether value is non-blank text without lone surrogates (valid in JSON, but not in UTF-8)."""
-    return isinstance(value, str) and value.strip() and not re.search("[\ud800-\udfff]", value)
+def as_text(value):
+    """Text as it is, and a finite number as text: 27.0 as "27", since a column of integers with a
+    gap is often stored as floats. None for anything else, such as nan, True or a list."""
+    if type(value) in (int, float) and abs(value) < math.inf:
+        return str(value).removesuffix(".0")
+    return value if isinstance(value, str) else None

@@ -4,43 +4,12 @@ Questions ask for a number ("Ana has 3 bags of 4 eggs and 2 more eggs. How many 
 completion is one line of working and a box. The number may be boxed in any of 8 forms: "14",
 "fourteen", "14 eggs", "it is 14", ... The *reference is one of the 8 at random*, so exact match
 rewards a right number one time in eight. This is the paper's situation on a small scale.
-
-The model is a real Qwen3 of 125K parameters with a byte-level BPE tokenizer trained on the task's
-own text. A short supervised start (`warm_start`) teaches it to compute and to use all 8 forms. Most
-of its demonstrations use the wrong method, so the model mixes up the methods, and reinforcement
-learning has to teach it the right one. Task, tokenizer and model run through the same code as
-Qwen3-4B.
 """
 
 import itertools
 import random
 import re
 from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from engine.cli import is_rank_0
-from engine.supervised import supervise
-
-# What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
-# for the toy's own model only.
-FLAGS = {
-    "dataset": "toy",
-    "steps": 200,
-    "questions": 16,
-    "samples": 8,
-    "max_new_tokens": 32,
-    "eval_dataset": "toy-test",
-    "eval_runs": 4,
-    "eval_every": 20,
-    "eval_temperature": 1.0,
-    "eval_top_p": 1.0,
-    "eval_top_k": 0,
-}
-LEARNING_RATE = {"lr": 6e-4, "lr_end": 0.1}
 
 NAMES = ["Ana", "Ben", "Eva", "Tom", "Mia", "Leo"]
 UNITS = ["apples", "books", "coins", "cards", "eggs", "pens"]
@@ -152,74 +121,3 @@ def same_digits(answer, reference):
     """Whether both have the same digits, like a hand-written rule, which cannot read words."""
     ours, theirs = re.findall(r"\d+", answer), re.findall(r"\d+", reference)
     return answer == reference or (len(ours) == 1 and ours == theirs)
-
-
-# ------------------------------------------------------------------------------ tokenizer and model
-
-# This chat template keeps only the first line of the last message, which is the question.
-CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\n')[0] + '\n' }}"
-# No token spans two of these pieces. Digits are single tokens, and `boxed` and `{` stay separate.
-PIECES = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"
-
-
-def build_tokenizer():
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=byte_level.alphabet(),
-        show_progress=False,
-    )
-    rng, (_, train) = random.Random(0), stories()
-    texts = ["".join(demonstration(rng, train)) for _ in range(4000)]
-    tokenizer.train_from_iterator(texts + list(NUMBERS), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-def build_model(tokenizer):
-    config = Qwen3Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=168,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=128,
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=True,
-        initializer_range=0.06,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def make_model(directory, args):
-    """Make the toy's own model for a run, unless the run is resumed -> the directory."""
-    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
-    if is_rank_0() and not args.resume:
-        warm_start(directory, args.seed)
-    dist.barrier()
-    return str(directory)
-
-
-def warm_start(directory, seed, steps=900):
-    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory."""
-    torch.manual_seed(seed % 2**63)
-    rng, (_, train) = random.Random(seed), stories()
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
-    pairs = (tokenizer(list(demonstration(rng, train)))["input_ids"] for _ in itertools.count())
-    supervise(model, pairs, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

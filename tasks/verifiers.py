@@ -1,7 +1,8 @@
 """The verifiers. They decide which answers are right, for the reward `rule` and for pass@1.
 
 Each row of a data set names its verifier. To add your own, write a function
-(answer, reference) -> bool and list it in VERIFIERS.
+(answer, reference) -> bool and list it in VERIFIERS. If it raises an error on an answer, the
+verdict is "failed", and the run goes on.
 """
 
 import logging
@@ -14,6 +15,7 @@ from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
 from engine.cli import InputError, first_line
+from engine.console import say
 from tasks import toy
 
 # math-verify with the settings of the paper's authors. The time limit is math-verify's default.
@@ -62,16 +64,21 @@ def same_letter(answer, reference):
 
 
 def same_text(answer, reference):
-    """Whether both are equal up to case, extra whitespace, punctuation and quotes at the ends,
-    \\text{} and $ around words, and commas between thousands."""
+    r"""Whether both are equal apart from case, punctuation and quotes at the ends, \text{}, $,
+    commas between thousands, the marks of a subscript that is a number (CH$_{4}$ is CH4), and
+    spaces that stand neither between two letters nor between two digits (0 °C is 0°C)."""
     return plain_text(answer) == plain_text(reference)
 
 
 def plain_text(text):
     plain = unicodedata.normalize("NFKC", text).casefold()
-    plain = re.sub(r"\\text *\{([^{}]*)\}|\$([^$]*)\$", r"\1\2", plain)
-    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", plain)
+    plain = re.sub(r"\\text *\{([^{}]*)\}", r"\1", plain)
+    plain = re.sub(r"\\?\$|(?<=\d),(?=\d{3}(?!\d))", "", plain)
+    # Other braces count. Without them, \frac{1}{23} would be \frac{12}{3}, and x^{2}3 be x^{23}.
+    plain = re.sub(r"(?<=[_^])\{(\d+)\}(?!\d)", r"\1", plain)
     plain = " ".join(plain.split()).rstrip(PUNCTUATION)
+    # An underscore after a digit counts, since 12_5 is in base 5, and so does the space in 3 1/2.
+    plain = re.sub(r"(?<!\d)_(?=\d)|(?<![^\W\d]) (?!\d)|(?<!\d) (?![^\W\d])", "", plain)
     # A text of punctuation alone stays as it is.
     return plain[LEADING_PUNCTUATION.match(plain).end() :] or text
 
@@ -86,15 +93,23 @@ VERIFIERS = {
 }
 
 
+FAILED = set()  # the verifiers whose first failure has been said
+
+
 def verdict(problem, answer):
     """The verdict of the problem's verifier on an answer: "right" (which pass@1 counts), "wrong",
-    or with math-verify "unparsed" or "timeout"."""
+    with math-verify "unparsed" or "timeout", or "failed" if the verifier raises an error."""
+    name = problem.verifier
     try:
-        right = VERIFIERS[problem.verifier](answer, problem.reference)
+        right = VERIFIERS[name](answer, problem.reference)
     except Undecided as reason:
         return str(reason)
-    except Exception as error:  # a verifier of the user's own
-        where = f"the answer {answer!r} to the question {problem.question[:80]!r}"
-        failed = f"the verifier {problem.verifier!r} fails on {where}: {first_line(error)}"
-        raise InputError(failed) from error
+    except Exception as error:  # one answer must not end a run
+        if name not in FAILED:
+            asked = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
+            say(f"the verifier {name!r} fails on {asked}: {first_line(error)}")
+        FAILED.add(name)
+        return "failed"
+    if not isinstance(right, bool):
+        raise InputError(f"the verifier {name!r} must return a bool and returned {right!r:.80}")
     return "right" if right else "wrong"

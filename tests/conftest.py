@@ -1,3 +1,4 @@
+import gc
 import io
 import os
 import shutil
@@ -14,12 +15,12 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
-from engine import cli, files, ranks
+from engine import cli, ranks
 from engine.files import append_rows, checkpoints, read_rows
 from engine.tokens import vocabulary
 from rloo import TrainingRow
 from rollout import to_group
-from tasks import data, toy
+from tasks import data, toy, toy_model
 
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 for number in STOPS[1:]:  # nohup, and a shell in the background, start pytest with these ignored
@@ -47,7 +48,7 @@ def device(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return toy.build_tokenizer()
+    return toy_model.build_tokenizer()
 
 
 @pytest.fixture(scope="session")
@@ -77,9 +78,10 @@ def run_script(module, arguments):
             cli.run_script(module.main)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    while files.LOCKS:  # as at the end of a process
-        os.close(files.LOCKS.pop())
-    return stop.value.code or 0, out.getvalue(), err.getvalue()
+    code = stop.value.code or 0
+    del stop
+    gc.collect()  # what the end of a process closes, such as the lock of a run
+    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def script(monkeypatch, tmp_path):
 def toy_model_dir(tmp_path_factory):
     """The toy's model after a short warm start: it boxes answers, mostly wrong ones."""
     directory = tmp_path_factory.mktemp("toy") / "model"
-    toy.warm_start(directory, seed=0, steps=60)
+    toy_model.warm_start(directory, seed=0, steps=60)
     return directory
 
 
@@ -151,12 +153,6 @@ def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
     shape |= dict(vocab_size=rows, tie_word_embeddings=tied, initializer_range=0.3)
     config = AutoConfig.for_model(family, **shape | settings)
     return AutoModelForCausalLM.from_config(config).eval()
-
-
-def naive_forward(model, ids):
-    """log pi of every token after each prefix of ids, by one plain pass -> [len(ids), V]."""
-    logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def group_of(tokenizer, texts, reference, verifier="toy-rule"):

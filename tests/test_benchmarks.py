@@ -1,5 +1,6 @@
 """The benchmarks run end to end, in their smallest shape."""
 
+import functools
 import json
 import shutil
 import sys
@@ -10,11 +11,10 @@ import gpu
 import pandas
 
 import train
+from tasks import toy_model
 
 
-def test_speed(script, monkeypatch):
-    monkeypatch.setattr(gpu.scoring, "__defaults__", (2,))  # samples
-    monkeypatch.setattr(gpu.sampling, "__defaults__", (8, 16))  # rows, prompt
+def test_speed(script):
     code, out, err = script(gpu, "--shape tiny --repeats 1")
     assert code == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
@@ -44,7 +44,8 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, finished_run):
 
     monkeypatch.setattr(compare_rewards, "run_script", run_script)
     monkeypatch.setattr(compare_rewards, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(compare_rewards.toy.warm_start, "__defaults__", (3,))  # steps
+    short = functools.partial(toy_model.warm_start, steps=3)
+    monkeypatch.setattr(toy_model, "warm_start", short)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the script sets
     flags = "--rewards cer --seeds 0 --steps 4 --out table.csv"
     for _ in range(2):  # the second time there is nothing to do

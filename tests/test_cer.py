@@ -1,4 +1,4 @@
-"""CER against its specification: the naive scorer, and what the paper promises on distributions
+"""CER against its specification, examples/one_file.py, and what the paper promises on distributions
 small enough to enumerate."""
 
 import itertools
@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import group_of, naive_forward, on_devices, tiny_model
+from conftest import group_of, on_devices, tiny_model
+from one_file import log_pi, log_probs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerFast
@@ -19,24 +20,6 @@ from engine.load import load
 from engine.tokens import pad, vocabulary
 
 # ------------------------------------------------------------ the scorer and its specification
-
-
-@torch.no_grad()
-def naive_logprobs(model, tokenizer, contexts, answer):
-    """The definition: a full forward pass over each context and each spelling of the answer after
-    it, and the whole vocabulary searched for the tokens that finish it."""
-    table, finished = vocabulary(tokenizer).bytes, ("{" + answer + "}").encode()
-    without_brace = tokenizer.encode("{" + answer, add_special_tokens=False)
-    with_brace = tokenizer.encode("{" + answer + "}", add_special_tokens=False)[:-1]
-    ways = {tuple(path[:i]) for path in (without_brace, with_brace) for i in range(99)}
-    result = []
-    for way in ways:  # the tokens before the one that closes the box, k of them
-        missing = finished[len(b"".join(table[t] for t in way)) :]
-        closers = [v for v, piece in enumerate(table) if piece.startswith(missing)]
-        logp = [naive_forward(model, context + list(way))[-len(way) - 1 :] for context in contexts]
-        of_way = torch.stack(logp)[:, range(len(way)), way].sum(1)  # [contexts]
-        result.append(of_way + torch.stack(logp)[:, -1, closers].exp().sum(1).log())
-    return torch.stack(result).logsumexp(0)
 
 
 ANSWERS = ["14", "1", r"\frac{1}{2}", r"(-\infty, 3]", " 14 ", "", "größer als 5 µm", "日本 🙂"]
@@ -50,11 +33,12 @@ def contexts_of(tokenizer):
 
 
 def scores_of(model, tokenizer):
-    """All answers after all contexts -> (fast, naive)."""
+    """All answers after all contexts -> (by answer_logprobs, by examples/one_file.py)."""
     contexts = contexts_of(tokenizer)
     fast = answer_logprobs(model, tokenizer, contexts, ANSWERS)
     assert fast.shape == (len(ANSWERS), len(contexts)) and fast.dtype == torch.float32
-    return fast, torch.stack([naive_logprobs(model, tokenizer, contexts, a) for a in ANSWERS])
+    naive = [[log_pi(model, tokenizer, c, answer).item() for c in contexts] for answer in ANSWERS]
+    return fast, torch.tensor(naive, device=fast.device)
 
 
 @on_devices
@@ -144,7 +128,7 @@ def test_an_answers_score_is_the_probability_of_sampling_it(toy_model_dir):
     found, open_ways = Counter(), [(context, 0.0)]
     while open_ways:
         ids, so_far = open_ways.pop()
-        logp = so_far + naive_forward(model, ids)[-1]
+        logp = so_far + log_probs(model, ids)[-1]
         for token in (logp > math.log(1e-3)).nonzero()[:, 0].tolist():
             if box := vocab.locate_answer([*ids, token]):
                 found[box.answer] += logp[token].exp().item()
@@ -258,3 +242,19 @@ def test_rewards_under_autocast_keep_fp32(tokenizer):
         R, matrices = rewards_of(tokenizer, TEXTS, "7")
     again = cer.cer(matrices.log_W.double(), matrices.log_P.double())[[0, 1, 0, 2]]
     assert R.dtype == torch.float32 and (R[matrices.columns] - again).abs().max() < 1e-6
+
+
+def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
+    group = group_of(tokenizer, [r"so \boxed{7}", r"\boxed{8}"], "7")
+    prompt, completions = group.prompt, group.completions
+    whole = [prompt + ids for ids in completions]
+    cases = [
+        ((torch.tensor(prompt), completions, "7"), "lists of token ids"),
+        ((prompt, whole, "7"), "begin with the prompt"),
+        ((prompt, [[len(tokenizer)]], "7"), "not in the tokenizer's range"),
+        ((prompt, completions, 7), "must be a string"),
+        ((prompt, completions, "7", 0), "M must be at least 1"),
+    ]
+    for inputs, says in cases:
+        with pytest.raises(ValueError, match=says):
+            rewards(tiny_model(len(tokenizer)), tokenizer, *inputs)

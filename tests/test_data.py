@@ -1,11 +1,16 @@
 import json
+import re
+from unittest import mock
 
 import pyarrow.parquet
 import pytest
+from datasets import Dataset
 
+from engine.cli import InputError
 from engine.tokens import split_answer
 from tasks import toy
 from tasks.data import Problem, load_problems
+from tasks.verifiers import VERIFIERS, plain_text, verdict
 
 BOXES = {
     r"so \boxed{\frac{1}{2}}.": r"\frac{1}{2}",
@@ -13,16 +18,13 @@ BOXES = {
     r"\boxed{1} and then \boxed{2": "1",  # the last one never closes
     r"\boxed{\left\{ x \right.}": r"\left\{ x \right.",  # escaped braces are symbols
     r"\boxed{a \\}": r"a \\",  # an escaped backslash does not escape the brace
-    r"\boxed{a\}": None,
     r"\boxed{a \boxed{3} b}": "3",
     "\\boxed{ 14 }": " 14 ",  # never stripped
     r"\boxed{}": "",
     "\\boxed{two\nlines}": "two\nlines",
     r"}} { \boxed{5}": "5",
     r"\\boxed{5}": "5",
-    r"boxed{5}": None,
-    r"\boxed 5": None,
-    "\\": None,
+    **dict.fromkeys([r"\boxed{a\}", r"boxed{5}", r"\boxed 5", "\\"]),  # None: no closed box
 }
 
 
@@ -31,8 +33,7 @@ def test_split_answer(text, answer):
     found = split_answer(text)
     assert (found and found[1]) == answer
     if found:
-        before, after = text[: found[0]], text[found[0] :]
-        assert before.endswith(r"\boxed") and after.startswith("{" + answer + "}")
+        assert text[found[0] - len(r"\boxed") :].startswith(rf"\boxed{{{answer}}}")
 
 
 @pytest.fixture
@@ -40,8 +41,7 @@ def load_rows(tmp_path):
     """load_rows(rows, limit, verifier): the problems of a file with these rows."""
 
     def load(rows, *options, **more):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (path := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return load_problems(path, *options, **more)
 
     return load
@@ -56,8 +56,8 @@ def test_the_columns_of_the_hub(load_rows, capsys):
         (r"\{1\}", {"question": "b", "answer": r"\{1\}"}),
         ("3", {"question": "b", "answer": r"\boxed{3}"}),  # but for a box around all of it
         ("0", {"question": "c", "answer": 0}),
-        ("27.5", {"question": "c", "answer": 27.5}),
         ("27", {"question": "g", "answer": 27.0}),  # a column of integers with a gap
+        ("1e+23", {"question": "g", "answer": 1e23}),  # the integer is 99999999999999991611392
         ("B", {"question": "f", "options": ["p", "q"], "answer": "q", "answer_letter": "B"}),
         ("J", {"question": "i", "options": [str(i) for i in range(12)], "answer": "J"}),
     ]
@@ -65,54 +65,71 @@ def test_the_columns_of_the_hub(load_rows, capsys):
     assert [problem.reference for problem in problems] == [reference for reference, _ in rows]
     assert [problem.verifier for problem in problems] == ["text"] * 9 + ["letter"] * 2
     assert problems[9].question == "f\nA: p\nB: q"
-    assert problems[10].question.endswith("\nI: 8\nJ: 9")  # at most ten options
-    said = "references with whitespace at an end, which is part of a*: 1"
-    assert said in capsys.readouterr().err
+    assert problems[10].question.endswith("\nK: 10\nL: 11")
+    assert "whitespace at an end, which is part of a*: rows 4\n" in capsys.readouterr().err
 
 
 def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     good = {"question": "q", "answer": "14"}
-    bad = [good | {"answer": a} for a in ("cold}", "", " ", [1], True, float("nan"), None)]
+    bad = [good | {"answer": a} for a in ("cold}", "", " ", [1], True, float("nan"), None, 1e999)]
     bad += [good | {"answer": r"\boxed{3} or \boxed{5}"}]
     bad += [good | {"question": q} for q in ("", 3, None, "\ud800")]
     bad += [{"question": "q", "solution": s} for s in (r"\boxed{}", r"\boxed 2")]
-    bad += [good | {"options": o, "answer": "B"} for o in (["x"], "xy", 4, {"A": "x"})]
+    options = ["x"], "xy", {"A": "x"}, ["x"] * 27, ["x", "\ud800"], ["x", None], ["x", 1e999]
+    bad += [good | {"options": o, "answer": "B"} for o in options]
     bad += [good | {"options": ["x", "y"], "answer": "AB"}]
-    bad += [good | {"verifier": v} for v in ("oracle", ["math"])]
-    problems = load_rows([*bad, good, good, good], limit=2)  # the limit counts usable rows
-    assert problems == [Problem("q", "14", "text")] * 2
+    # The limit counts usable rows.
+    assert load_rows([*bad, good, good, good], limit=2) == [Problem("q", "14", "text")] * 2
     said = capsys.readouterr().err
-    assert "left out 21 of 24 rows (row 1: the reference 'cold}' cannot be boxed" in said
-    assert "row 2: no reference (`answer`, or `solution` with a box)" in said
+    assert "left out 23 of 26 rows\n" in said and "is a list: several accepted" in said
+    rows = {"braces": "1, 9", "box": "2, 3, 5 and 5 more", "supported": "4", "text": "13, 20"}
+    rows |= {"problem": "10, 11, 12", "option": "16, 23", "options": "17, 18, 19"}
+    assert dict(re.findall(r"(\w+)\W*: rows (.*)", said)) == rows | {"number": "21, 22"}
+    with pytest.raises(InputError, match=r"rows.jsonl, row 2: no verifier \['math'\], only"):
+        load_rows([good, good | {"verifier": ["math"]}])
 
 
 def test_the_verifier_of_a_row_comes_first(load_rows, capsys):
-    row = {"question": "q", "answer": "14"}
-    rows = [row, row | {"verifier": "math"}]
+    rows = [row := {"question": "q", "answer": "14"}, row | {"verifier": "math"}]
     assert [problem.verifier for problem in load_rows(rows)] == ["text", "math"]
     assert "verified as text; --verifier math reads formulas" in capsys.readouterr().err
-    problems = load_rows(rows, verifier="letter")
-    assert [problem.verifier for problem in problems] == ["letter", "math"]
+    assert [p.verifier for p in load_rows(rows, verifier="letter")] == ["letter", "math"]
     assert capsys.readouterr().err == ""
 
 
 def test_json_and_parquet_hold_the_same(tmp_path, load_rows):
     rows = [{"question": "q", "answer": "014"}, {"question": "r", "answer": "2"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    marked = "\ufeff" + json.dumps({"split": "train", "data": rows})
-    (tmp_path / "MARKED.JSON").write_text(marked)
+    (tmp_path / "MARKED.JSON").write_text("\ufeff" + json.dumps({"split": "a", "data": rows}))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    expected = load_rows(rows)
-    assert expected[0].reference == "014"  # readers that guess types make it 14
+    assert load_rows(rows)[0].reference == "014"  # readers that guess types make it 14
     for name in "rows.json", "MARKED.JSON", "rows.parquet":
-        assert load_problems(tmp_path / name) == expected
+        assert load_problems(tmp_path / name) == load_rows(rows)
 
 
 def test_webinstruct_is_cut_as_in_the_paper(monkeypatch):
     rows = [("Mathematics", "University"), ("Physics", "University"), ("Physics", "Senior High")]
     rows = [dict(question=c + d, answer="1", category=c, difficulty=d) for c, d in rows]
-    monkeypatch.setattr("datasets.load_dataset", lambda path, split: rows)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, split: Dataset.from_list(rows))
     assert [p.question for p in load_problems("webinstruct")] == ["PhysicsUniversity"]
+
+
+def test_any_data_set_of_the_hub(tmp_path, monkeypatch):
+    """And floats of 32 bits, where .1 is 0.10000000149011612."""
+    table = pyarrow.table({"question": ["q"], "answer": pyarrow.array([0.1], "float")})
+    options = pyarrow.array([[0.5, 0.1]], pyarrow.list_(pyarrow.float32()))
+    choice = pyarrow.table({"question": ["q"], "answer": ["B"], "options": options})
+    monkeypatch.setattr("datasets.load_dataset", hub := mock.Mock(return_value=Dataset(table)))
+    for name, *asked in ("a/b", "a/b", None, "train"), ("a/b/c:d", "a/b", "c", "d"):
+        assert load_problems(name) == [Problem("q", "0.1")]
+        hub.assert_called_with(*asked[:2], split=asked[2])
+    pyarrow.parquet.write_table(choice, tmp_path / "rows.parquet")
+    monkeypatch.chdir(tmp_path.parent)  # local files come first
+    assert load_problems(f"{tmp_path.name}/rows.parquet")[0].question == "q\nA: 0.5\nB: 0.1"
+    hub.side_effect = ValueError("Config name is missing.\nPick one of ['main']\nExample")
+    for name, says in ("a/b", r"\['main'\]\); .* OWNER/NAME/CONFIG"), ("a/b.json", "no such file"):
+        with pytest.raises(InputError, match=says):
+            load_problems(name)
 
 
 def test_the_real_rows(shared_data):
@@ -120,6 +137,24 @@ def test_the_real_rows(shared_data):
     counts |= {"mmlu_pro_test": 700, "supergpqa_sample": 300, "webinstruct_nover_sample": 800}
     for name, count in counts.items():
         assert len(load_problems(shared_data / f"{name}.jsonl")) == count
+
+
+def test_a_verifier_of_ones_own(monkeypatch, capsys):
+    """If it fails, that is a verdict, and is said once. What it returns must be a bool."""
+    returns, problem = {"c": (False, "because")}, Problem("Why?", "14", "mine")
+    monkeypatch.setitem(VERIFIERS, "mine", lambda answer, reference: returns[answer])
+    assert [verdict(problem, answer) for answer in "ab"] == ["failed", "failed"]
+    said = "the verifier 'mine' fails on the answer 'a' to the question 'Why?': 'a'\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(InputError, match=r"'mine' must return a bool and returned \(False, 'bec"):
+        verdict(problem, "c")
+
+
+def test_text_is_compared_without_marks_of_print():
+    same = ("0 °C", "0°C"), ("CH4", "CH_4", "CH$_4$", "$CH_{4}$", r"\text{CH}_4")
+    assert [len({plain_text(text) for text in texts}) for texts in same] == [1, 1]
+    others = "3 1/2", "31/2", "12_5", "125", r"\frac{1}{23}", r"\frac{12}{3}"
+    assert len({plain_text(text) for text in others}) == 6
 
 
 # ------------------------------------------------------------------------------------------ the toy

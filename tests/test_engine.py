@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import naive_forward, on_devices, tiny_model
+from conftest import on_devices, tiny_model
 from gpu import QWEN3_4B
+from one_file import log_probs
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
@@ -16,7 +17,7 @@ from engine.cli import InputError
 from engine.sampling import generate
 from engine.tokens import split_answer, vocabulary
 from rollout import encode_prompt, sample
-from tasks import data, toy
+from tasks import data, toy_model
 
 # ------------------------------------------------------------------------------------------- tokens
 
@@ -32,7 +33,7 @@ def test_the_bytes_of_the_tokens_spell_the_text(tokenizer, qwen_tokenizer):
 
 
 def test_tokenizers_that_cannot_be_scored_are_refused():
-    prefixed, merged, plain = (toy.build_tokenizer() for _ in range(3))
+    prefixed, merged, plain = (toy_model.build_tokenizer() for _ in range(3))
     prefixed.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     merged.add_tokens(["boxed{"])
     plain.backend_tokenizer.decoder = decoders.Fuse()
@@ -108,7 +109,7 @@ def one_by_one(model, prompt, max_new_tokens):
     """Greedy decoding without cache, padding or generate() -> ids, mean entropy."""
     ids, entropies = list(prompt), []
     while len(entropies) < max_new_tokens:
-        logp = naive_forward(model, ids)[-1]
+        logp = log_probs(model, ids)[-1]
         entropies.append(-(logp.exp() * logp).sum().item())
         ids.append(logp.argmax().item())
         if ids[-1] in model.generation_config.eos_token_id:
@@ -134,7 +135,7 @@ def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch):
 
 @on_devices
 def test_samples_follow_the_models_distribution(loaded):
-    p = naive_forward(loaded, [5, 6, 7])[-1].exp().detach().cpu()
+    p = log_probs(loaded, [5, 6, 7])[-1].exp().detach().cpu()
     first = torch.tensor([row[0] for row in generate(loaded, [[5, 6, 7]] * 4000, 1)[0]])
     frequency = first.bincount(minlength=len(p)) / 4000
     assert (frequency - p).abs().max() < 4 * (0.25 / 4000) ** 0.5
@@ -153,6 +154,16 @@ def test_a_group_says_what_was_sampled(toy_model_dir):
     assert 0 < answered < 24  # 18 tokens are too few for some
 
 
+def test_one_long_prompt_shortens_no_other_sample(tokenizer, capsys):
+    model = tiny_model(len(tokenizer), max_position_embeddings=64)
+    load.reset_generation_config(model, tokenizer)
+    model.generation_config.eos_token_id = [tokenizer.pad_token_id]  # hardly ever sampled
+    prompts = [[9] * 4, [9] * 60, [9] * 70]
+    lengths = [len(ids) for ids in generate(model, prompts, 16, temperature=0)[0]]
+    assert lengths == [16, 4, 1]
+    assert "2 of 3 samples get fewer than 16 tokens" in capsys.readouterr().err
+
+
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 LETTER = f"Which?\nA: x\n{BOXED} Please only provide the letter of the answer in the box."
 
@@ -164,7 +175,7 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         f"<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
     )
-    plain = toy.build_tokenizer()
+    plain = toy_model.build_tokenizer()
     plain.chat_template = None
     for problem, text in (number, f"How many?\n{BOXED}"), (letter, LETTER):
         prompt = plain.decode(encode_prompt(plain, problem))
@@ -199,7 +210,7 @@ PLANS = [  # GB of the card, ranks, flags -> the line of the log, or what is ref
     (24, 1, {}, "6144 tokens .* about 22.9 GB per GPU .* and 15.5 GB are free: use 8 GPUs"),
     (141, 1, dict(cpu_offload=True), "memory: policy and Adam in CPU memory; 16,384 tokens"),
     (83, 1, dict(microbatch_tokens=16_384), OFFLOADED),
-    (34, 1, dict(microbatch_tokens=16_384), "16384 tokens .* or --microbatch-tokens 6144"),
+    (34, 1, dict(microbatch_tokens=16_384), "16384 tokens .* a smaller --microbatch-tokens"),
 ]
 
 
@@ -233,3 +244,28 @@ def test_chunked_logprobs_equal_the_log_softmax():
     for ours, theirs in zip([fast, *grads[1]], [naive, *grads[0]]):
         assert torch.allclose(ours, theirs, atol=1e-4)
     assert sorted(made) == [1] * 2 + [5] * 8
+
+
+def test_a_bf16_checkpoint_is_trained_in_fp32(tmp_path):
+    tiny_model(64).to(torch.bfloat16).save_pretrained(tmp_path)
+    trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"))
+    whole = load.load_model(tmp_path, "cpu", torch.float32)
+    for ours, theirs in zip(trained.parameters(), whole.parameters(), strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours.full_tensor(), theirs)
+
+
+def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
+    with torch.device("meta"):
+        actor = tiny_model(64, hidden_size=4096, num_hidden_layers=4).to(torch.bfloat16)
+    size = sum(p.numel() for p in actor.parameters())
+    said = f"4 more checkpoints take {4 * 14 * size / 1e9:.3g} of"
+    assert said in memory.check_host(actor, tmp_path, False, 4)
+    with pytest.raises(InputError, match="more checkpoints .* free disk: use a smaller --keep"):
+        memory.check_host(actor, tmp_path, False, 10**9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "host memory: about 6" in memory.check_host(actor, tmp_path, False, 1)
+    monkeypatch.setattr(memory, "container_limit", lambda: 5e9)
+    for ranks, needed in (1, "6"), (10**9, r"\d.*e\+"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        with pytest.raises(InputError, match=f"the host needs about {needed}.* and 5 GB are free"):
+            memory.check_host(actor, tmp_path, False, 1)

@@ -10,35 +10,40 @@ from pathlib import Path
 import pytest
 import torch
 from test_cer import finite_distribution
+from two_tables_figure import judge, train, two_tables
 
 import evaluate
 from cer import cer, exact_cer
 from rloo import leave_one_out
 
 PAGE = Path(__file__).parents[1] / "docs" / "explore.html"
-FILM = re.compile('(?<=<script type="application/json" id="film">).*(?=</script>)')
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: chromium)")
+REWARDS = ["exact match", "perfect verifier", "VeriFree", "CER"]
 
 # What the tests' JavaScript uses. check() keeps what is not as expected.
-CHECKS = """const failed = [], soon = (ms = 20) => new Promise(resolve => setTimeout(resolve, ms));
-    const check = (what, found, expected = true) =>
-      JSON.stringify(found) === JSON.stringify(expected) || failed.push([what, found, expected]);
-    const near = (found, expected) => found.every((x, i) => Math.abs(x - expected[i]) < 2e-3);
-    const set = (id, value) => { $(id).value = value; return $(id).oninput({ target: $(id) }); };
-    const pressed = id => $(id).querySelector("[aria-pressed=true]")?.textContent;
-    const style = getComputedStyle, first = id => $(id).firstChild.data, row = tr => [...tr.cells];
-    const text = id => $(id).textContent, look = lines => openRun(new File([lines], "f"));
-    const table = () => [...$("samples").rows].map(tr => row(tr).map(cell => cell.textContent));"""
+CHECKS = """const failed = [], frame = () => new Promise(requestAnimationFrame);
+    const json = JSON.stringify, check = (what, found, expected = true) =>
+      json(found) === json(expected) || failed.push([what, found, expected]);
+    const text = id => $(id).textContent, cells = tr => [...tr.cells].map(td => td.textContent);
+    const table = id => [...$(id).rows].map(tr => cells(tr).join("|"));
+    const set = async (node, value) => {
+      node.value = value;
+      for (const name of ["input", "change"]) node.dispatchEvent(new Event(name));
+      await frame(); await frame();
+    };
+    const click = async node => { node.click(); await frame(); await frame(); };
+    const open = lines => openRun(new File([lines], "f"));"""
 
 
-def in_browser(folder, steps, film=None):
-    """Run JavaScript at the end of the page, with this film -> what it returns."""
+def in_browser(folder, steps):
+    """Run JavaScript at the end of the page -> what it returns."""
     probe = f"<script>(async () => {{ {CHECKS} {steps} return failed; }})()"
     probe += ".catch(e => String(e)).then(x => console.log('RESULT' + JSON.stringify(x) + 'END'));"
-    page = FILM.sub(lambda _: json.dumps(film), PAGE.read_text())
-    (folder / "page.html").write_text(page.replace("</body>", f"{probe}</script>"))
+    page = PAGE.read_text().replace("</html>", f"{probe}</script>")
+    (folder / "page.html").write_text(page)
     command = f"timeout 60 {BROWSER} --headless --no-sandbox --disable-gpu --enable-logging=stderr"
+    command += " --force-prefers-reduced-motion"  # the last stage of the animation, at once
     command = [*command.split(), f"--user-data-dir={folder}/browser", f"{folder}/page.html"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as browser:
         said = (re.search("RESULT(.*)END", line) for line in browser.stderr)
@@ -49,193 +54,171 @@ def in_browser(folder, steps, film=None):
 
 
 def test_its_mathematics_is_ours(tmp_path):
-    prior, likelihood = finite_distribution()
+    """On ten random models exactCer, and cer and the advantages of groups that the darts hit. cer
+    also where W underflows, where solutions are masked, and where all of them are."""
+    models = [finite_distribution(S=3, A=4, seed=seed) for seed in range(10)]
     log_W, log_P = torch.randn(5, 4).double() * 300, -torch.rand(4).double()
-    log_W[0], log_W[1], log_W[2, :2] = log_W[0] / 300, -torch.inf, -torch.inf
-    W = json.dumps(log_W.tolist()).replace("-Infinity", "-1/0")
-    steps = f"""const R = cer({W}, {log_P.tolist()}), prior = {prior.tolist()};
-        return [exactCer(prior, {likelihood.tolist()}).rho, R, leaveOneOut(R)];"""
-    R = cer(log_W, log_P)
-    expected = exact_cer(prior, likelihood), R, leave_one_out(R)
-    for found, ours in zip(in_browser(tmp_path, steps), expected, strict=True):
-        torch.testing.assert_close(torch.tensor(found).double(), ours, rtol=0, atol=1e-6)
+    log_W[1], log_W[2, :2] = -torch.inf, -torch.inf
+    steps = f"""const models = {json.dumps([[p.tolist(), L.tolist()] for p, L in models])};
+        const W = {json.dumps(log_W.tolist()).replace("-Infinity", "-1/0")};
+        return [cer(W, {log_P.tolist()}), models.map(([prior, likelihood], k) =>
+          [exactCer(prior, likelihood).rho, ["own", "made", "same"].map(first =>
+            judge({{prior, likelihood}}, throwDarts(9, k), first === "own" ? 9 : 4, first))])];"""
+    found, of_models = in_browser(tmp_path, steps)
+
+    def same(found, ours):
+        found = torch.tensor(found, dtype=torch.float64)
+        torch.testing.assert_close(found, ours, rtol=0, atol=1e-9)
+
+    same(found, cer(log_W, log_P))
+    for (prior, likelihood), (rho, groups) in zip(models, of_models, strict=True):
+        same(rho, exact_cer(prior, likelihood))
+        for g, M in zip(groups, (9, 4, 4)):
+            P, W = likelihood[g["s"], 0], likelihood[g["s"]][:, g["a"]].T
+            kept = torch.tensor([[w is not None for w in row] for row in g["W"]])
+            assert (kept.sum(1) == M).all()
+            R = cer(W.log().masked_fill(~kept, -torch.inf), P.log())
+            same(g["R"], R)
+            same(g["A"], leave_one_out(R))
 
 
-def test_play(tmp_path):
-    """In each example Theorem 2 holds, also after a slider has moved. The mean R of the samples is
-    near rho where M = N, and A is 0 with one shared solution. The chain from W to A is right in
-    three digits. Pointing at a sample lights its rows and P, and shows the terms of its reward."""
-    steps = """for (let k = 0; k < PRESETS.length; k++) {
-          preset(k);
-          const seen = [...$("spread").rows].slice(1).map(tr => row(tr).map(td => +td.textContent));
-          check("samples of 100 groups", sum(seen.map(([, , , , samples]) => samples)), 800);
-          for (const [, , rho, mean, samples] of seen)
-            if (k < 5 && samples > 100) check(`mean R, ${k}`, Math.abs(mean - rho) < 0.02);
-          for (const { slider } of controls.slice(0, 4)) {
-            const [cer, exact] = JSON.parse($("theorem").dataset.sides);
-            check("Theorem 2", Math.abs(cer - exact) < 1e-9);
-            slider.value = .66; slider.oninput({target: slider}); check("drag", slider.isConnected);
-          }
-          for (const p of [state.prior, ...state.likelihood]) check("a sum", near([sum(p)], [1]));
-        }
-        check("advantages", JSON.parse($("drawn").dataset.advantages), Array(8).fill(0)); preset(0);
-        const numbers = tr => row(tr).slice(1).map(td => +td.title || +td.textContent);
-        const W = [...$("weights").rows], drawn = [...$("drawn").rows], P = numbers(drawn[1]);
-        const chain = drawn.slice(2, -1).map(numbers), A = leaveOneOut(chain.map(tr => tr[8]));
-        chain.forEach((found, i) => {
-          const w = numbers(W[i + 2]), D = w.pop(), terms = P.map((p, j) => found[j] * p);
-          check("W to A", near([...w.map(x => x / D), sum(terms), A[i], D], [...found, sum(w)]));
-          drawn[i + 2].onpointerenter(); check("terms", near(terms, numbers(drawn.at(-1))));
-          const lit = [...document.querySelectorAll(".picture .lit")].map(tr => tr.rowIndex);
-          check("the rows", lit, [i + 2, 1, i + 2]);
-        });"""
-    assert in_browser(tmp_path, steps) == []
+def test_the_two_tables_are_ours(tmp_path):
+    """pass@1 of 20 seeds, and the mean and SD of one step's pull, within 4 standard errors."""
+    settings = [(16, 0.0, "Adam", 0.05), (8, 0.3, "Adam", 0.2), (16, 0.3, "plain SGD", 10.0)]
+    steps = f"""return [{json.dumps(REWARDS)}.map(name => [
+          {json.dumps(settings)}.map(([F, slip, optimizer, rate]) => range(16).map(seed => {{
+            const run = train(name, {{F, slip, optimizer, rate}}, seed);
+            const curve = range(31).map(() => run.next().value);
+            return [curve[15], curve[30]];
+          }})), [0, .3].map(slip => pulls(name, 16, slip))])];"""
+    [found] = in_browser(tmp_path, steps)
+
+    def near(found, ours):  # samples in the first dimension
+        found = torch.tensor(found, dtype=torch.float64)
+        error = (found.var(0) / len(found) + ours.var(0) / len(ours)) ** 0.5
+        assert ((found.mean(0) - ours.mean(0)).abs() < 4 * error + 1e-4).all()
+
+    for reward, (curves, pulls) in zip(REWARDS, found, strict=True):
+        for (F, slip, name, lr), curve in zip(settings, curves, strict=True):
+            optimizer = torch.optim.Adam if name == "Adam" else torch.optim.SGD
+            options = dict(forms=F, slip=slip, optimizer=optimizer, lr=lr, steps=30, seeds=40)
+            near(curve, train(reward, **options)[0][:, [15, 30]].double())
+        for slip, pull in zip((0.0, 0.3), pulls, strict=True):
+            ours = first_pulls(reward, slip).double()
+            near(pull["steps"], ours)
+            assert pull["sd"] == pytest.approx(ours.std().item(), rel=0.12)
+            none = (ours == 0).double().mean().item()
+            assert pull["steps"].count(0) / 1000 == pytest.approx(none, abs=0.06)
 
 
-def test_play_asks_and_its_text_follows_the_numbers(tmp_path):
-    steps = """const [, name, , question, answer] = PRESETS[0], {slider, typed, p} = controls[0];
-        const R = () => $("drawn").querySelector("td.R"), tell = () => $("sentence").lastChild;
-        const sees = (...expected) => check("the text",
-          [first("sentence"), pressed("presets"), style(R()).visibility], expected);
-        sees(question, name, "hidden"); tell().click(); sees(answer, name, "visible");
-        check("as worked out", R().textContent, "0.466");
-        for (const value of ["", "-1", "1e309", "0,5"]) {
-          typed.value = value; typed.onchange({target: typed});
-          check("what is no probability is ignored", [...p], [.5, .3, .2]);
-        }
-        for (const value of [1, .5]) { slider.value = value; slider.oninput({target: slider}); }
-        check("the old proportions", near(p, [.5, .3, .2]));
-        sees("These are your own numbers.", undefined, "visible");
-        for (const N of [16, 4]) { set("N", N); check("M is N", +$("M").value, N); }"""
-    assert in_browser(tmp_path, steps) == []
+def first_pulls(reward, slip, K=2000, B=4, N=8, F=16):
+    """The gradient of K first steps in the logit of the right solution, by torch."""
+    torch.manual_seed(0)
+    theta, phi = two_tables(K, F, slip)
+    s = theta.detach().softmax(-1).multinomial(B * N, replacement=True)
+    a = phi.detach().softmax(-1)[torch.arange(K)[:, None], s].flatten(0, 1).multinomial(1)
+    reference = torch.randint(F, (K, B))
+    _, losses = judge(reward, theta, phi, s.view(K, B, N), a.view(K, B, N), reference, M=N)
+    return -torch.autograd.grad(losses.mean(1).sum(), theta)[0][:, 0]
 
 
-def group(step, reward, **more):
+def group(step, R, **more):
     """One line of train.py's samples.jsonl: four samples, of which the second is cut off."""
-    line = {"step": step, "question": "Ana has\n\n3 bags.", "reference": "14", "R": reward}
+    line = {"step": step, "question": "Ana has\n\n3 bags.", "reference": "14", "R": R}
     line |= {"answers": ["14", None, "18", "14"], "truncated": [False, True, False, False]}
-    return line | {"texts": [r"So \boxed{14}", "I count the\neggs and", "18?", "14!"]} | more
+    return line | {"texts": [r"So \boxed{14}", "I count the\neggs and", "<b>18?", "14!"]} | more
 
 
 MATRICES = {"distinct_answers": ["14", "18"], "columns": [0, 2, 3], "log_P": [-1.0, -5.0, -2.0]}
 MATRICES |= {"log_W": [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]]}
-LOG_W = torch.tensor([MATRICES["log_W"][0], [-torch.inf, -1.0, -torch.inf]])
-R14, R18 = cer(LOG_W, torch.tensor(MATRICES["log_P"])).tolist()
-R, SAID = [R14, 0.0, R18, R14], {"verdicts": ["right", None, "wrong", "right"]}
+SAID = {"verdicts": ["right", None, "<i>wrong", "right"]}
 
 
 def as_file(lines):
     return json.dumps("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_look_reads_files(tmp_path):
-    """Bad lines, small pieces, a file that has changed."""
-    good = [group(1, [0.5] * 4), group(2, [1.0, 0.0, 0.0, 1.0]), group(2, [0.0] * 4)]
-    steps = f"""const good = {as_file(good)}, line = good.split("\\n")[0];
-        const empty = JSON.stringify({{...JSON.parse(line), answers: []}});
-        for (const [lines, expected] of [[good, ": 3 groups in 2 steps."],
-          ["", " is no samples.jsonl: it is empty."],
-          ['{{"step": 1\\n' + good, ": 3 groups in 2 steps. 1 line left out (line 1: "],
-          [empty, " is no samples.jsonl: line 1: it has no samples."]]) {{
-          await look(lines); check(expected, text("say").startsWith("f" + expected));
-        }}
-        await openRun(new File([good], "f"), 1);  // in pieces of one byte, then larger ones
-        await set("part", 1); check("from the middle", table()[1], ["1: = 14", "1.000", "+0.667"]);
-        const no = () => Promise.reject("it has changed"), target = {{value: "f"}};
-        opened.file = {{name: "f", size: 9, slice: () => ({{text: no, arrayBuffer: no}})}};
-        await showGroup(); check("a change", text("question").includes("Choose it again"));
-        $("file").onclick({{target}}); check("the same file can be chosen", target.value, "");"""
-    assert in_browser(tmp_path, steps) == []
-
-
-def test_look_at_a_run(tmp_path):
-    """Every sample opens, the posterior does not underflow, and the text follows the group."""
-    mixed = [(1 + R18) / 2, 0.0, R14 / 2, (1 + R18) / 2]  # Rule+CER, where CER prefers 18
-    lines = [group(1, R, **MATRICES), group(2, [1.0, 0.0, 0.0, 1.0], **SAID), group(2, [0.0] * 4)]
-    lines += [group(3, mixed, **SAID | MATRICES | {"distinct_answers": ["18", "14"]})]
-    lines += [group(3, [None, 0.0, None, None], correct=[True, False, False, True])]
-    A = [f"{a:+.3f}" for a in leave_one_out(torch.tensor(R))]
-    high, low = f"{R14:.3f}", f"{R18:.3f}"
-    rows = f"""sample|s1|s4|s3|R|A, P = π(a*|s,q)|0.368|0.135|0.007,
-        1: = 14|0.67|0.24|0.09|{high}|{A[0]}, 4: = 14|0.67|0.24|0.09|{high}|{A[3]},
-        3: 18|||1.00|{low}|{A[2]}, 2: (no answer)||||0.000|{A[1]}, terms|0.245|0.033|0.001|{high}"""
-    # For each filter the steps that are left (from 0), the first of them, and its groups.
-    filters = {"all": [2, 1, 1], "zero": [0, 2, 1], "ahead": [0, 3, 1], "wrong": [1, 2, 1]}
-    filters |= {"truncated": [2, 1, 1], "unanswered": [2, 1, 1]}
-    steps = f"""const panel = () => [text("whose"), text("solution")], found = {{}};
-        await look({as_file(lines)});
-        check("CER", table().map(tr => tr.join("|")), `{rows}`.split(/,\\s+/));
-        $("samples").rows[5].querySelector("button").click();
-        check("the last", panel(), ["Sample 2: (no answer) (truncated)", "I count the\\neggs and"]);
-        await set("part", 1); check("the next", panel()[0], "Sample 1: = 14");
-        await set("part", 2); check("Rule+CER", table()[0].slice(-4), ["CER", "R", "A", "verdict"]);
-        check("its CER and R", table()[4].slice(-4, -2), ["{high}", "{R14 / 2:.3f}"]);
-        await set("group", 2); check("no number", table()[1], ["1: = 14", "–", "–", "right"]);
-        for (const {{value}} of $("filter").options) {{
-          $("filter").value = value; await $("filter").onchange();
-          found[value] = [$("part").max, text("partout"), text("groupsout")].map(Number);
-        }}
-        check("filters", found, {json.dumps(filters)});"""
-    assert in_browser(tmp_path, steps) == []
-
-
-def test_the_files_of_both_scripts_open(script, tmp_path, finished_run):
-    """In an evaluation, the samples of a question are one group."""
+def test_a_walk_through_the_page(script, tmp_path, finished_run):
+    log_W = torch.tensor([MATRICES["log_W"][0], [-torch.inf, -1.0, -torch.inf]])
+    R14, R18 = cer(log_W, torch.tensor(MATRICES["log_P"])).tolist()
+    cer_run = [group(1, [R14, 0, R18, R14], **MATRICES), group(2, [0.5] * 4, **MATRICES)]
+    wrong = {"verdicts": ["right", None, "wrong", "right"]}
+    mixed = [group(3, [0.6, 0, 0.1, 0.6], **SAID, **MATRICES)]
+    mixed += [group(3, [1.0, 0, 0, 1.0], **wrong), group(4, [0.2, 0, 0.3, 0.2], **wrong)]
+    bad = [group(1, [0.5] * 3), group(1, "0.5"), group("one", [0.5] * 4), group(1, [], texts=[])]
     flags = f"--model {finished_run}/checkpoints/step-4 --dataset toy-test --limit 2 --runs 3"
     assert script(evaluate, f"{flags} --max-new-tokens 48 --out {tmp_path}/scores")[0] == 0
-    files = [(f / "samples.jsonl").read_text() for f in (finished_run, tmp_path / "scores")]
-    steps = f"""for (const file of {json.dumps(files)}) {{
-          await look(file); failed.push(text("say").split(" in ")[1], table().length);
-        }}"""
-    assert in_browser(tmp_path, steps) == ["4 steps.", 3 + 4, "1 data set.", 1 + 3]
+    real = [(f / "samples.jsonl").read_text() for f in (finished_run, tmp_path / "scores")]
+    steps = f"""await frame(); await frame();
+        const digits = () => [table("numbers").at(-1), text("formula").split("= ").at(-1)];
+        check("the question hides its answer", digits(), ["CER|.465|?|.089|.085|.271", "?"]);
+        await click($("question"));
+        check("answered", digits(), ["CER|.465|.443|.089|.085|.271", ".443"]);
+        const slip = () => [cells($("group").rows[2]).at(-2), $("dart-boxes").lastChild.style.left],
+          [before, place] = slip();
+        await set($("darts").querySelector('[aria-label="border of A and B"]'), .78);
+        check("the slip is made, and its dart stays", [before, ...slip()], [".108", ".431", place]);
+        check("an own model", text("question"), "This is your own model.");
+        for (const [k, rewards] of [[1, ".492|.494|?|.113"], [2, "?|.346|.102|.103"]]) {{
+          await click($("examples").children[k]);
+          check("an example", table("numbers").at(-1).split("|").slice(1, 5).join("|"), rewards);
+        }}
+        await click($("examples").children[3]);
+        await set($("answers"), 2);
+        check("a long reference", digits(), ["CER|1e-7|?|1e-8|1e-8|5e-8", "1e-8"]);
+        await click($("examples").children[0]);
+        $("group").rows[7].querySelector("button").focus();
+        check("a row's terms", [state.lit, cells($("group").tFoot.rows[0]).length], [5, 9]);
+        await set($("M"), 1);
+        await set($("first"), "same");
+        check("no advantage", table("group").slice(2, -1).every(tr => tr.endsWith("|.000")));
+        check("a bias", text("bias").includes("off for"));
+        await set($("first"), "own");
+        await click($("more"));
+        check("no bias", text("bias").includes("200 groups all means agree"));
+        await learn();
+        check("equal rates", /^At equal .* takes 3.\\s[^]* match 5.\\.$/.test(text("result")));
+        check("the pulls", table("pulls").slice(1).map(tr => tr.split("|")[2]),
+          [".010 ± .016", ".159 ± .045", ".010 ± .003", ".010 ± .003"]);
+        await set($("own_rate"), 3);
+        await learn();
+        check("different rates", /^At different [^]* match 1?.\\.$/.test(text("result")));
 
-
-def test_the_film(tmp_path):
-    """Without a film nothing is shown. With one, the slider chooses the frame of every run."""
-    assert in_browser(tmp_path, "check('hidden', $('movie').hidden); onresize();") == []
-    more = MATRICES | SAID | {"right": 0.5, "slip": 0.2, "samples": 8}
-    frames = [group(0, R, **more, forms=[0.1, 0.3]), group(5, R, **more, forms=[0.1, 0.7])]
-    film = {"watch": "Watch.", "question": "How many?", "reference": "14", "forms": ["14", "it is"]}
-    film["runs"] = [{"name": name, "frames": frames} for name in ("seed 2", "seed 3")]
-    steps = """check("shown", [$("movie").hidden, text("watch")], [false, "Watch."]);
-        for (const [k, ...expected] of [[0, "wrong", "0", "0.30"], [1, "wrong", "5", "0.70"]]) {
-          set("frame", k); check("the step", text("step"), expected[1]);
-          for (const {table, forms, curves} of takes) {
-            const cells = [table.rows[4].lastChild, forms.querySelector(".now"),
-              forms.rows[2].cells[k + 1]].map(cell => cell.textContent);
-            check("a frame", [...cells, curves.children.length], [...expected, 1]);
-          }
-        }"""
-    assert in_browser(tmp_path, steps, film) == []
-
-
-def test_learn_shows_what_its_claims_say(tmp_path):
-    """pass@1 after 25 steps, and the probability of a slip after 50."""
-    steps = """const pass = x => curves[x][25].pass.mean, slips = x => curves[x][50].slip.mean;
-        const shows = async (k, what) => { await claim(k, 50); check(CLAIMS[k][1], what()); };
-        await shows(0, () => Math.abs(pass("cer") - pass("perfect")) < .01);
-        check("exact match is slower", pass("exact") < pass("cer") - .2);
-        await shows(1, () => slips("cer1") > .2 && slips("cer") < .06);
-        await shows(2, () => pass("verifree") > pass("cer") + .03);
-        check("VeriFree's slips", slips("verifree") < slips("cer"));
-        await shows(3, () => pass("exact") < pass("cer") && pass("cer") < pass("perfect") - .08);
-        await shows(4, () => pass("exact") > pass("cer") + .05);"""
-    assert in_browser(tmp_path, steps) == []
-
-
-def test_learn_starts_in_sight_and_again_when_a_setting_changes(tmp_path):
-    """The last settings win, and a claim's text goes when a setting changes."""
-    steps = """const last = () => curves.exact.at(-1).pass.mean, top = $("look").offsetTop;
-        for (let k = 0; learning === 1; k++) {  // twice if the first frame was not drawn yet
-          scrollTo(0, k % 2 ? 0 : $("learn").offsetTop); await soon(100);
-        }
-        const old = learn(); $("learn-forms").value = 1; await Promise.all([learn(50), old]);
-        check("one form: a perfect verifier", last(), curves.perfect.at(-1).pass.mean);
-        check("nothing below the charts moves", $("look").offsetTop, top);
-        location.hash = "#learn/slips";
-        while (!$("charts").innerHTML.includes("stroke-dasharray: 9 6")) await soon();
-        const says = (...expected) =>
-          check("a claim", [$("learn-M").value, pressed("claims"), first("claim")], expected);
-        says("16", CLAIMS[1][1], CLAIMS[1][4]);
-        set("learn-N", 12); says("12", undefined, "These are your own settings.");"""
+        await open({as_file(cer_run)} + "\\n  \\n");
+        check("CER", [text("say"), $("judged").disabled, $("judged").label],
+          ["f: 2 groups. ", true, "this run recorded no verdicts"]);
+        check("its rows", table("samples").slice(0, 2), ["|s1|s4|s3|R|A", "P|.37|.14|.01"]);
+        const row = "1: ★ 14|.67|.24|.09|{R14:.3f}|+{R14 - (R14 + R18) / 3:.3f}";
+        check("the best", table("samples")[2], row.replaceAll("0.", "."));
+        await click($("samples").rows[5]);
+        check("the last", text("whose"), "Sample 2: (no answer) (truncated)");
+        await set($("index"), 99);
+        check("the field stays in range", $("index").value, "1");
+        await set($("filter"), "zero");
+        check("one is left", $("part").nextElementSibling.value, "2");
+        await open({as_file(mixed)});
+        check("Rule+CER", [$("judged").label, cells($("samples").rows[0]).slice(-4)],
+          ["by the verdicts of the data set's verifier", ["CER", "R", "A", "verdict"]]);
+        check("what it says is text", cells($("samples").rows[4]).at(-1), "<i>wrong");
+        const left = [];
+        for (const {{value}} of $("filter").options) {{
+          await set($("filter"), value);
+          left.push(+$("part").nextElementSibling.value, +$("index").max);
+        }}
+        check("filters", left, [3, 2, 0, 0, 3, 2, 3, 2, 3, 1, 4, 1]);
+        for (const [lines, expected] of [["", ": it is empty or cannot be read."],
+          [{as_file(bad[:1])}, ": line 1: R is"], [{as_file(bad[1:2])}, ": line 1: R is"],
+          [{as_file(bad[2:3])}, ": line 1: part is"], [{as_file(bad[3:])}, ": line 1: texts is"],
+          ["7", ": line 1: "]]) {{
+          await open(lines);
+          check("a bad file", text("say").startsWith("f is no samples.jsonl" + expected), true);
+        }}
+        await open("{{\\n" + {as_file(cer_run)});
+        check("a bad line", text("say").startsWith("f: 2 groups. 1 lines left out (line 1"));
+        const rows = [];
+        for (const file of {json.dumps(real)}) {{
+          await open(file);
+          rows.push(groups.length, $("samples").querySelectorAll("[data-row]").length);
+        }}
+        check("the files of both scripts", rows, [8, 4, 2, 3]);"""
     assert in_browser(tmp_path, steps) == []

@@ -54,7 +54,7 @@ def imports(path):
 
 
 def test_cer_needs_torch_transformers_and_one_file_and_a_figure_needs_no_torch():
-    assert imports("cer.py") == {"dataclasses", "torch", "engine.tokens"}
+    assert imports("cer.py") == {"dataclasses", "typing", "torch", "engine.tokens"}
     needed = {name.split(".")[0] for name in imports("engine/tokens.py")}
     assert needed - sys.stdlib_module_names == {"torch", "transformers"}
     drawing = imports("plot.py") | imports("engine/cli.py") | imports("engine/files.py")

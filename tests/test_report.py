@@ -1,15 +1,19 @@
 """What a run says: a line a step, warnings by their cause, a summary."""
 
+import os
 import re
+import signal
 
 import pytest
 import torch
 from conftest import group_of
 
+import report
 import train
 import warm_start
-from engine import log
+from engine import console
 from engine.files import read_rows
+from engine.supervised import supervise
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
 HEALTHY |= {"tiny_reward_groups": 0.5, "boxes_opened": 0.1}
@@ -26,14 +30,14 @@ WARNINGS = [
 
 @pytest.mark.parametrize("numbers, says", WARNINGS)
 def test_a_warning_names_the_cause(numbers, says):
-    assert re.search(says, str(log.warning(HEALTHY | numbers)))
+    assert re.search(says, str(report.warning(HEALTHY | numbers)))
 
 
 def test_almost_zero_rewards_are_counted_and_an_empty_box_is_no_answer(tokenizer):
     group = group_of(tokenizer, [r"\boxed{}", r"\boxed{7}", "no box", r"\boxed{"], "7")
     for scale, share in (1e-9, 1), (1e-3, 0), (0.0, 0):
         R = torch.tensor([0.0, 1.0, 0.0, 0.0]) * scale
-        numbers = log.describe(group, R, R, {})
+        numbers = report.describe(group, R, R, {})
         assert numbers["tiny_reward_groups"] == share
         assert numbers["answered"] == 0.25 and numbers["unique_answers"] == 1
 
@@ -45,9 +49,13 @@ def test_a_log_has_a_line_a_step(finished_run):
     assert "1 x cpu" in second and third.startswith("memory: 4,096 tokens in a micro-batch")
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 4 and "\r" not in err
-    numbers = "  ".join(rf"{name} \S+" for name in log.SHORT_NAMES.values())
+    numbers = "  ".join(rf"{name} \S+" for name in report.SHORT_NAMES.values())
     assert re.fullmatch(rf"step 4/4  {numbers}  \S+ s/step  eta 0:00:00", steps[3])
-    assert re.search(r"reward +first \S+, last \S+", out) and "not changed" not in out
+    assert re.search(r"reward +first \S+, last \S+ \(means of 1 steps\)", out)
+    assert re.search(r"pass@1 +first \S+ ± \S+, last \S+ ± \S+ \(", out)
+    assert "not changed" not in out
+    assert re.search(r"before training  pass@1 \S+ ± \S+\n  a sample: .* -> .*\((right|wrong, a\*)", err)
+    assert re.search(r"never had a reward of 0.0001, such as\n    .* How many \w+\?", out)
 
 
 def test_a_run_that_learns_nothing_says_so(script, quick):
@@ -68,3 +76,39 @@ def test_a_supervised_start(script, tmp_path, toy_model_dir):
     code, _, err = script(train, f"{flags} --max-new-tokens 16")
     assert code == 0 and "verifier text" in err
     assert read_rows("run/metrics.jsonl")[0]["answered"] > 0.5
+
+
+def test_a_stopped_supervised_start_is_saved(script, tmp_path, toy_model_dir, monkeypatch):
+    (tmp_path / "demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
+
+    def stopped(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return supervise(*args)
+
+    monkeypatch.setattr(warm_start, "supervise", stopped)
+    flags = f"--model {toy_model_dir} --data demos.jsonl --epochs 50 --out warm"
+    code, _, err = script(warm_start, flags)
+    assert code == 143 and "supervised start 1/25" in err and "start 2/25" not in err
+    assert (tmp_path / "warm" / "model.safetensors").exists()
+
+
+def test_a_log_that_nobody_reads_ends_no_run(monkeypatch):
+    def gone(*args, **kwargs):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(console.tqdm, "write", gone)
+    console.say("step 1")
+
+
+def test_long_work_shows_signs_of_life(monkeypatch, capsys):
+    """A line a minute where there is no terminal, and the hours before they pass."""
+    bar = console.progress("sample", total=4)
+    bar.start_t -= 70
+    bar.last_print_t -= 70
+    bar.update(3)
+    assert "sample:  75%" in capsys.readouterr().err
+    actor = torch.nn.Linear(1000, 1000)
+    actor.device = torch.device("cpu")
+    for tokens in 10**9, 10**3:
+        report.say_hours(actor, 10, tokens, "a step")
+    assert capsys.readouterr().err.count("On this CPU a step of up to 1,000,000,000 tokens") == 1

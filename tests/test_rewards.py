@@ -6,13 +6,15 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 from conftest import group_of, tiny_model
-from test_cer import naive_logprobs
+from one_file import log_pi
 
-import rewards
+import reward_functions
+from engine.cli import InputError
 from engine.tokens import split_answer
-from rewards import REWARDS
-from tasks import data, toy, verifiers
+from reward_functions import REWARDS
+from tasks import data, general_verifier, toy, verifiers
 from tasks.verifiers import verdict
 
 VERDICTS = {  # (verifier, reference): {answer: verdict}
@@ -22,7 +24,7 @@ VERDICTS = {  # (verifier, reference): {answer: verdict}
     ("letter", "B"): {"B": "right", "A": "wrong", "B.": "wrong"},
     ("text", "New York"): {" new  york.": "right", "York": "wrong"},  # case, spaces, ends
     ("text", "clod"): {"cold": "wrong"},
-    ("text", "NH3"): {"NH_3": "wrong"},  # nothing clever
+    ("text", "NH3"): {"NH_3": "right", "NH4": "wrong"},
     ("text", "5"): {"-5": "wrong", "5.": "right"},  # a sign is no punctuation
     ("text", ".5"): {"5": "wrong", "0.5": "wrong", "(.5.": "wrong"},  # nor the point of .5
     ("text", "Zürich"): {"Zu\u0308rich": "right", "“$Zürich$”": "right"},
@@ -43,8 +45,8 @@ def test_verdicts():
 
 def test_the_rule_asks_once_for_each_last_box(tokenizer, monkeypatch):
     texts = [r"\boxed{7}, no: \boxed{14}.", r"\boxed{14}, no: \boxed{7}.", "14", r"\boxed{7}"]
-    monkeypatch.setattr(rewards, "verdict", asked := mock.Mock(side_effect=verdict))
-    R, [record] = REWARDS["rule"]([group_of(tokenizer, texts, "14", "math")])
+    monkeypatch.setattr(reward_functions, "verdict", asked := mock.Mock(side_effect=verdict))
+    R, [record] = reward_functions.rule([group_of(tokenizer, texts, "14", "math")])
     assert R.tolist() == [[1, 0, 0, 0]]
     assert record["verdicts"] == ["right", "wrong", None, "wrong"] and asked.call_count == 2
 
@@ -83,12 +85,17 @@ def rewards_by_definition(model, tokenizer, group, a_star):
     found, expected = [split_answer(text) for text in group.texts], []
     boxed = [i for i, box in enumerate(found) if box]
     contexts = [group.prompt + tokenizer.encode(group.texts[i][: found[i][0]]) for i in boxed]
-    P = naive_logprobs(model, tokenizer, contexts, a_star).exp() if boxed else None
+
+    def probabilities(answer):
+        scores = [log_pi(model, tokenizer, context, answer) for context in contexts]
+        return torch.tensor(scores).exp()
+
+    P = probabilities(a_star)
     for i, box in enumerate(found):
         R = dict.fromkeys(REWARDS, 0.0)
         if box:
             answer = box[1]
-            W_i = naive_logprobs(model, tokenizer, contexts, answer).exp()
+            W_i = probabilities(answer)
             if answer or not a_star:
                 R["cer"] = ((W_i * P).sum() / W_i.sum()).item()
             R["exact"] = float(answer == a_star)
@@ -108,11 +115,11 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
         asked.extend(pairs)
         return ["right" if "14" in answer else "undecided" for _, answer in pairs]
 
-    monkeypatch.setattr(rewards, "ask", ask)
+    monkeypatch.setattr(reward_functions, "ask", ask)
     texts = [["no box"] * 6] + [random_texts(rng, a_star) for _ in range(4)]
     groups = [group_of(tokenizer, of_group, a_star) for of_group in texts]
     R = {}
-    for name, function in REWARDS.items():
+    for name, (function, _) in REWARDS.items():
         R[name], _ = function(groups, actor=model, tokenizer=tokenizer, M=6, verifier_model=None)
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
@@ -128,7 +135,7 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
 
 def test_the_verifier_is_asked_in_the_words_it_was_trained_on(shared_data):
     words = (shared_data.parent / "general_verifier_prompt.txt").read_text().rstrip("\n")
-    assert rewards.VERIFIER_PROMPT == words
+    assert general_verifier.VERIFIER_PROMPT == words
 
 
 DECISIONS = {
@@ -148,6 +155,33 @@ def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, mo
         assert asked == [["<eos>", "{answer}"]] * len(DECISIONS)
         return [tokenizer.encode(text) for text in DECISIONS], None
 
-    monkeypatch.setattr(rewards, "generate", generate)
+    monkeypatch.setattr(general_verifier, "generate", generate)
     pairs = [(data.Problem("{question}", "<eos>"), "{answer}")] * len(DECISIONS)
-    assert rewards.ask((None, tokenizer), pairs) == [*DECISIONS.values()]
+    assert general_verifier.ask((None, tokenizer), pairs) == [*DECISIONS.values()]
+
+
+RETURNED = [
+    (torch.ones(2, 1), [{}]),
+    (torch.tensor([[1.0, torch.nan]]), [{}]),
+    (torch.ones(1, 2), []),
+    (torch.ones(1, 2), [None]),
+    ([[1.0, 0.0]], [{}]),
+    [[1.0, 0.0]],
+    (torch.ones(1, 2), [{"of": torch.ones(2)}]),  # JSON cannot hold it
+]
+
+
+@pytest.mark.parametrize("returned", RETURNED)
+def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, returned):
+    monkeypatch.setitem(reward_functions.REWARDS, "mine", (lambda groups, **_: returned, None))
+    with pytest.raises(InputError, match=r"'mine' must return finite numbers R \(1, 2\)"):
+        reward_functions.compute_rewards("mine", [group_of(tokenizer, ["a", "b"], "7")])
+
+
+def test_rewards_of_other_types_become_floats(tokenizer, monkeypatch):
+    groups = [group_of(tokenizer, ["a", "b"], "7")]
+    for R in torch.tensor([[True, False]]), torch.tensor([[1, 0]]):
+        mine = lambda groups, R=R, **_: (R, ({} for _ in groups))  # noqa: E731
+        monkeypatch.setitem(reward_functions.REWARDS, "mine", (mine, None))
+        R, records = reward_functions.compute_rewards("mine", groups)
+        assert R.dtype == torch.float32 and R.tolist() == [[1.0, 0.0]] and records == [{}]

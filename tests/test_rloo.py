@@ -3,14 +3,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import example_rows, group_of, naive_forward, on_devices, tiny_model
+from conftest import example_rows, group_of, on_devices, tiny_model
+from one_file import completion_logprobs
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import load, policy
 from engine.tokens import vocabulary
-from rloo import TrainingRow, leave_one_out, microbatches, rloo_rows, update, verifree_rows
+from rloo import TrainingRow, leave_one_out, microbatches, update, verifree_rows
 from rollout import to_group
-from tasks import toy
+from tasks import toy_model
 from tasks.data import Problem
 
 
@@ -31,32 +32,23 @@ def test_each_sample_is_compared_with_the_mean_of_the_others():
 TEXTS = ["3*4=12 \\boxed{12} eggs", "3+4 so \\boxed{7}.", "no box", "\\boxed{seven}"]
 
 
-def naive_logprobs(model, prompt, completion):
-    """log pi of every token of a completion -> [len(completion)]."""
-    logp = naive_forward(model, prompt + completion)[len(prompt) - 1 : -1]
-    return logp[range(len(completion)), completion]
-
-
-def rloo_formula(model, tokenizer, group, R, A):
-    """The mean over samples of A_i times the log-prob of all that was sampled."""
-    samples = zip(A, group.completions)
-    return [A_i * naive_logprobs(model, group.prompt, ids).sum() for A_i, ids in samples]
-
-
 def verifree_formula(model, tokenizer, group, R, A):
-    """The same for the solution alone, and R_i times the log-prob of "{a*}" after it."""
+    """For each sample A_i times the log-prob of its solution, and R_i times that of "{a*}" after
+    it. (The formula of the other rewards is examples/one_file.py's: test_one_file.py.)"""
     reference, terms = tokenizer.encode("{" + group.problem.reference + "}"), []
     for i, box in enumerate(group.boxes):
         prompt, solution = group.prompt, group.solution(i)
-        terms.append(A[i] * naive_logprobs(model, prompt, solution).sum())
+        terms.append(A[i] * completion_logprobs(model, prompt, solution).sum())
         if box:
-            terms[i] = terms[i] + R[i] * naive_logprobs(model, prompt + solution, reference).sum()
+            terms[i] = (
+                terms[i] + R[i] * completion_logprobs(model, prompt + solution, reference).sum()
+            )
     return terms
 
 
 def naive_objective(model, row):
     """What the loss negates: the sum over a row's tokens of weight * log pi."""
-    return torch.tensor(row.weights[1:]) @ naive_logprobs(model, row.ids[:1], row.ids[1:])
+    return torch.tensor(row.weights[1:]) @ completion_logprobs(model, row.ids[:1], row.ids[1:])
 
 
 def flat(tensors):
@@ -73,11 +65,8 @@ def gradient_of_update(model, rows, budget, **options):
 
 
 @pytest.mark.parametrize("budget, offload", [(1, False), (64, True), (10_000, False)])
-@pytest.mark.parametrize(
-    "rows_of, formula", [(rloo_rows, rloo_formula), (verifree_rows, verifree_formula)]
-)
-def test_the_update_takes_the_gradient_of_the_formula(
-    tokenizer, monkeypatch, rows_of, formula, budget, offload
+def test_the_update_takes_the_gradient_of_verifrees_formula(
+    tokenizer, monkeypatch, budget, offload
 ):
     """In fp64, whatever the micro-batches: the step of plain SGD is minus the gradient."""
     monkeypatch.setattr(Qwen3RMSNorm, "forward", load.rms_norm)  # without a pass through fp32
@@ -88,8 +77,8 @@ def test_the_update_takes_the_gradient_of_the_formula(
     terms, rows = [], []
     for group, R in zip(groups, rewards):
         A = leave_one_out(R)
-        terms += formula(naive, tokenizer, group, R, A)
-        rows += rows_of(group, R, A, tokenizer)
+        terms += verifree_formula(naive, tokenizer, group, R, A)
+        rows += verifree_rows(group, R, A, tokenizer)
     loss = -torch.stack(terms).mean()
     loss.backward()
 
@@ -101,7 +90,7 @@ def test_the_update_takes_the_gradient_of_the_formula(
 def test_verifree_closes_the_box_as_the_model_does():
     """With a tokenizer that merges the brace with what follows. The rows, averaged over the tokens
     with which the model closes its box, have the gradient of log pi(a*|s), which sums over them."""
-    tokenizer = toy.build_tokenizer()
+    tokenizer = toy_model.build_tokenizer()
     tokenizer.add_tokens(["}\n", "}."])
     vocab, model = vocabulary(tokenizer), tiny_model(len(tokenizer))
     prompt, box, spelled = map(vocab.encode, ("q: so ", "\\boxed", "{14"))
@@ -111,7 +100,7 @@ def test_verifree_closes_the_box_as_the_model_does():
     rows = verifree_rows(group, torch.ones(N), torch.zeros(N), tokenizer)
     assert N == 3 and group.answers == ["14"] * N
 
-    ways = [naive_logprobs(model, prompt + box, ids[len(box) :]).sum() for ids in completions]
+    ways = [completion_logprobs(model, prompt + box, ids[len(box) :]).sum() for ids in completions]
     log_pi, taught = torch.stack(ways), torch.stack([naive_objective(model, row) for row in rows])
     average = log_pi.softmax(0).detach() @ taught
     weights = list(model.parameters())

@@ -14,9 +14,13 @@ from conftest import example_rows, needs_cuda, on_devices, tiny_model, written_b
 from processes import finish, run_in, start, start_ranks, two_updates
 from transformers import AutoModelForCausalLM
 
-import rewards
+import reward_functions
 import train
+from engine import policy
+from engine.checkpoints import load_checkpoint, save_checkpoint
 from engine.files import checkpoints, read_rows
+from engine.ranks import Stop
+from rloo import rloo_rows
 
 # -------------------------------------------------------------------------------------------- ranks
 
@@ -53,16 +57,12 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, finished_run, sto
     assert metrics[4]["reward"] != pytest.approx(own_mean)  # the other rank's questions count too
 
 
-def test_one_rank_prints_the_error(script, monkeypatch):
-    """Rank 0 does. If all ranks fail alike, torchrun ends the others while they wait, and a rank
-    that fails alone prints the error after the wait."""
-    calls = []
-    monkeypatch.setattr(signal, "signal", lambda *handler: calls.append(handler))
-    monkeypatch.setattr(time, "sleep", calls.append)
-    for rank in "1", "0":
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert script(train, "--resume")[2].startswith("train.py: --resume needs --out")
-    assert calls[:2] == [(signal.SIGTERM, signal.SIG_DFL), 8] and calls.count(8) == 1
+def test_an_error_names_its_rank(script, monkeypatch):
+    for rank, name in ("0", "train.py"), ("1", "train.py, rank 1"):
+        monkeypatch.setenv("RANK", rank)
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "init_ranks", None)
+            assert script(train, "--resume")[2].startswith(f"{name}: --resume needs --out")
 
 
 # --------------------------------------------------------------------------------- kills and stops
@@ -97,8 +97,19 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
     def reward(groups, **_):
         return torch.full((len(groups), 4), reward_of_step(next(steps))), [{} for _ in groups]
 
-    monkeypatch.setitem(rewards.REWARDS, "exact", reward)
+    monkeypatch.setitem(reward_functions.REWARDS, "exact", (reward, rloo_rows))
     return script(train, f"{flags} --reward exact --save-every 9 --out run")
+
+
+def test_a_signal_that_is_passed_on_twice_is_one(monkeypatch):
+    killed, clock = [], iter([0, 1, 9])  # seconds
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    stop = Stop()
+    for number in signal.SIGHUP, signal.SIGTERM, signal.SIGINT:
+        stop.request(number, None)
+    assert stop.received == signal.SIGHUP and killed == [signal.SIGINT]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -110,7 +121,7 @@ def test_a_signal_finishes_the_step_and_saves(monkeypatch, script, tmp_path, qui
 
     code, out, err = train_with_rewards(monkeypatch, script, f"{quick} --steps 9", interrupt)
     assert code == 128 + number and out == "" and "stopping after this step" in err
-    assert "stopped after step 2 of 9; resume with: python train.py --resume --out run" in err
+    assert f"step 2 of 9; resume with: python {train.__file__} --resume --out run" in err
     assert [line["step"] for line in read_rows(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
@@ -126,6 +137,18 @@ def test_three_skipped_updates_in_a_row_end_the_run(monkeypatch, script, tmp_pat
     assert [line["grad_norm"] is None for line in lines] == [True, True, False, True, True, True]
     assert checkpoints(tmp_path / "run")[-1][0] == 6  # nothing learned is lost,
     assert script(train, "--out run --resume")[0] == 0  # and the run can go on from there
+
+
+def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path):
+    actor, model = tiny_model(64), policy.Policy(tiny_model(64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in 1, 2, 3:
+        save_checkpoint(tmp_path, step, 1, actor, tokenizer, model, optimizer)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.mul_(2)
+    assert load_checkpoint(tmp_path, model, optimizer) == 3
+    assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters()))
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(script, stopped_run, toy_model_dir):

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import plot
-import rewards
 import train
 import warm_start
+from engine import files
 from engine.files import read_rows, to_jsonl
-from rewards import REWARDS
+from reward_functions import REWARDS
+from tasks import general_verifier
 from tasks.data import in_epochs
 
 
@@ -38,7 +39,7 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
 
 @pytest.mark.parametrize("reward", sorted(REWARDS.keys() - {"cer"}))
 def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
-    monkeypatch.setattr(rewards, "VERIFIER_TOKENS", 16)
+    monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 16)
     flags = f"{quick} --reward {reward} --verifier-model {toy_model_dir} --steps 1 --out run"
     code, _, err = script(train, flags)
     assert code == 0 and err.startswith(f"{reward} on "), err
@@ -118,6 +119,27 @@ def test_resume_from_broken_files_is_refused(script, stopped_run, name):
     assert path.read_text() == content  # nothing is lost
 
 
+def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_run, monkeypatch):
+    monkeypatch.setattr(train, "load", None)  # all of this is known before a model loads
+    code, _, err = script(train, "--out run --resume --steps 2")
+    assert code == 2 and "has completed 2 steps" in err
+    code, _, err = script(train, "--out run --resume --verifier text")
+    assert code == 2 and "verifier was None and is text" in err
+    config = stopped_run / "config.json"
+    config.write_text(config.read_text().replace("50 questions", "49 questions"))
+    code, _, err = script(train, "--out run --resume")
+    assert code == 2 and "chat template (49 questions" in err and "50 questions" in err
+
+
+def test_a_second_process_on_a_run_is_refused(script, tmp_path):
+    """Before it loads anything."""
+    held = files.lock(tmp_path / "held")
+    for module in train, evaluate:
+        code, _, err = script(module, "--model nowhere --out held --dataset toy")
+        assert code == 2 and "held: another process is writing to it" in err, err
+    held.close()
+
+
 # --------------------------------------------------------------------------------------- evaluation
 
 
@@ -135,7 +157,7 @@ def test_an_interrupted_evaluation_goes_on(script, toy_model_dir, monkeypatch):
     assert script(evaluate, f"{flags} --dataset toy-test,toy")[0] == 130
     code, out, err = script(evaluate, f"{flags} --dataset toy-test,toy")
     assert code == 0 and len(calls) == 3 and "goes on" in err and "average" in out, err
-    assert "other flags" in script(evaluate, f"{flags} --dataset toy")[2]
+    assert "with other dataset" in script(evaluate, f"{flags} --dataset toy")[2]
     results, rows = json.loads(Path("e/results.json").read_text()), read_rows("e/samples.jsonl")
     assert [row["dataset"] for row in rows] == ["toy-test"] * 15 + ["toy"] * 15
     summary, rows = results["results"]["toy-test"], rows[:15]
@@ -168,16 +190,16 @@ FLAGS_OF = {
 }
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset broken.jsonl", r"broken.jsonl, row 2: expected objects with named columns"),
-    (train, "--dataset columns.jsonl", r"1 of 1 rows \(row 1: no question .*columns are prompt"),
+    (train, "--dataset columns.jsonl", r"columns.jsonl: no row can be used \(left out: no question .*rows 1\); .* are prompt"),
     (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
-    (train, "--dataset math500", r"cannot load math-ai/math500 .*a local file works too \(.jsonl"),
+    (train, "--dataset math500", r"cannot load math-ai/math500 .* and local files \(.jsonl"),
     (train, "--max-prompt-tokens 1", r"every prompt of good.jsonl is longer"),
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
     (train, "--m 5", r"--m 5 is more than --samples 4"),
     (train, "--lr-end nan", r"--lr-end: expected 0 to 1, got nan"),
     (train, "--rewards cer", r"unrecognized arguments: --rewards cer; .* --reward\?"),
-    (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
+    (train, "--out good.jsonl/x", r"--out good.jsonl/x: .*good.jsonl is not a directory"),
     (train, "--model .", r"the model .: it has no tokenizer.json"),
     (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
     (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id on the hub"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import cer
 from engine.load import load
 from rollout import chat_messages, encode_prompt
-from tasks import toy
+from tasks import toy_model
 from tasks.data import load_problems
 
 
@@ -24,7 +24,7 @@ def test_two_steps_with_the_rewards_of_train_py(script, monkeypatch, toy_model_d
     """The rewards of the first step are compared, in which the trainer's weights are still the
     model's. The chat template has a generation prompt, as most have."""
     shutil.copytree(toy_model_dir, "model")
-    template = toy.CHAT_TEMPLATE + "{% if add_generation_prompt %}so {% endif %}"
+    template = toy_model.CHAT_TEMPLATE + "{% if add_generation_prompt %}so {% endif %}"
     Path("model/chat_template.jinja").write_text(template)
     actor, tokenizer = load("model", "cpu")
     problems = {chat_messages(p)[-1]["content"]: p for p in load_problems("toy")}

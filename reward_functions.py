@@ -4,15 +4,20 @@ A reward function takes the groups of a step and returns R [B, N], in [0, 1], an
 record for samples.jsonl, with CER's matrices or a verifier's verdicts. It declares the keyword
 arguments that it needs (actor, tokenizer, M, verifier_model) and ignores the others. A sample
 without an answer (no closed box) gets reward 0 from every reward function.
+
+REWARDS names each reward with the function that computes it and the one that makes the training
+rows from it (rloo.py). For a reward of your own add a function and a line there.
 """
 
-import re
+import json
 
 import torch
 
 import cer
-from engine.cli import progress, require
-from engine.sampling import generate
+from engine.cli import require
+from engine.console import progress
+from rloo import rloo_rows, verifree_rows
+from tasks.general_verifier import ask
 from tasks.verifiers import verdict
 
 
@@ -82,63 +87,31 @@ def by_verdict(groups, judge):
     return R, [{"verdicts": of_group} for of_group in verdicts]
 
 
-def compute_rewards(name, groups, **models):
-    """The reward of this name, checked -> R [B, N] and B records."""
-    shape, returns = (len(groups), len(groups[0].answers)), f"the reward {name!r} must return"
-    returned = REWARDS[name](groups, **models)
-    require(type(returned) is tuple and len(returned) == 2, f"{returns} a pair, R and records")
-    R, records = returned
-    finite = torch.is_tensor(R) and R.shape == shape and R.isfinite().all()
-    require(finite, f"{returns} finite numbers R {shape}, questions x samples, not {R}")
-    dicts = [type(record) for record in records] == [dict] * len(groups)
-    require(dicts, f"{returns} a record (a dict) for each of the groups, not {records}")
-    return R, records
-
-
-REWARDS = {
-    "cer": conditional_expectation,
-    "exact": exact_match,
-    "rule": rule,
-    "rule+cer": rule_and_cer,
-    "verifree": verifree,
-    "general-verifier": general_verifier,
+REWARDS = {  # name: (reward function, its training rows)
+    "cer": (conditional_expectation, rloo_rows),
+    "exact": (exact_match, rloo_rows),
+    "rule": (rule, rloo_rows),
+    "rule+cer": (rule_and_cer, rloo_rows),
+    "verifree": (verifree, verifree_rows),
+    "general-verifier": (general_verifier, rloo_rows),
 }
 
 
-# --------------------------------------------------------------------------------- General-verifier
-
-VERIFIER_TOKENS = 1024  # longest reply
-# The prompt that TIGER-Lab/general-verifier was trained on, verbatim. It uses no chat template.
-VERIFIER_PROMPT = """\
-User: ### Question: {question}
-
-### Ground Truth Answer: {reference}
-
-### Student Answer: {answer}
-
-For the above question, please verify if the student's answer is equivalent to the ground truth \
-answer.
-Do not solve the question by yourself; just check if the student's answer is equivalent to the \
-ground truth answer.
-If the student's answer is correct, output "Final Decision: Yes". If the student's answer is \
-incorrect, output "Final Decision: No". Assistant:"""
-
-
-def ask(verifier_model, pairs):
-    """(problem, answer) pairs -> the verdict on each, "right", "wrong" or "undecided", by greedy
-    decoding. verifier_model: (model, tokenizer)."""
-    model, tokenizer = verifier_model
-    texts = [
-        VERIFIER_PROMPT.format(question=p.question, reference=p.reference, answer=answer)
-        for p, answer in pairs
-    ]
-    prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
-    outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
-    return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
-
-
-def decision(output):
-    """The verdict in the verifier's reply: its last decision. One that is quoted, as in an echo of
-    the prompt, is none, and neither is "Yes/No"."""
-    said = re.findall(r"""Final Decision: (Yes|No)\b(?![/"'])""", output)
-    return {"Yes": "right", "No": "wrong"}[said[-1]] if said else "undecided"
+def compute_rewards(name, groups, **models):
+    """The reward of this name, checked -> R [B, N] and B records."""
+    function, _ = REWARDS[name]
+    returned = function(groups, **models)
+    shape = len(groups), len(groups[0].answers)
+    try:
+        R, records = returned
+        R, records = R.float(), list(records)
+        json.dumps(records)
+        fits = R.shape == shape and R.isfinite().all() and len(records) == len(groups)
+    except (TypeError, ValueError, AttributeError):  # no pair, no tensor, no list, no JSON
+        fits = False
+    require(
+        fits and all(isinstance(record, dict) for record in records),
+        f"the reward {name!r} must return finite numbers R {shape}, questions x samples, and for "
+        f"each group a record (a dict that JSON can hold), not {returned!r:.200}",
+    )
+    return R, records

@@ -1,36 +1,26 @@
-"""What a run prints: a header, one line per step, warnings and a summary. And where it writes:
-its directory, with config.json, metrics.jsonl and samples.jsonl."""
+"""What a run reports: a header, one line per step, warnings and a summary; and the files that it
+writes, config.json, metrics.jsonl and samples.jsonl."""
 
 import datetime
 import json
+import math
 import os
 import shlex
+import sys
 import time
-from pathlib import Path
 
+import pandas
 import torch
 import torch.distributed as dist
 import transformers
 
-from engine.cli import MADE, is_rank_0, require, say
+from engine.console import is_rank_0, say
 from engine.files import append_rows, lock, read_rows, to_jsonl, write_atomically
 from engine.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 TINY = 1e-6  # rewards below this teach next to nothing
-
-
-def claim(out, name, resume=False):
-    """Lock --out, or runs/TIME-NAME-PID, against other processes -> its path, the same on all
-    ranks. Unless a run is resumed it must be empty."""
-    default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
-    out = Path(all_gather([out or default])[0])
-    if is_rank_0():
-        used = {path.name for path in out.glob("*")} - {"lock", "warm-start"} and not resume
-        require(not used, f"--out {out} is not empty: choose a new directory")
-        lock(out)
-    dist.barrier()
-    return out
+RARE = 1e-4  # a question without a larger reward has hardly any weight beside the others
 
 
 # --------------------------------------------------------------------------------------- in numbers
@@ -38,9 +28,9 @@ def claim(out, name, resume=False):
 
 def describe(group, R, A, record):
     """The metrics of one group. R, A [N]; record: what its reward function recorded."""
-    N, verdicts = len(R), record.get("verdicts", [])
+    N = len(R)
     stated = [answer for answer in group.answers if answer]  # an empty box is no answer
-    return {
+    numbers = {
         "reward": R.mean().item(),
         "exact_match": group.answers.count(group.problem.reference) / N,
         "answered": len(stated) / N,
@@ -51,9 +41,11 @@ def describe(group, R, A, record):
         "completion_tokens": sum(len(ids) for ids in group.completions) / N,
         "zero_advantage_groups": float(not A.any()),
         "tiny_reward_groups": float(0 < R.max() < TINY),
-        **({"entropy": sum(group.entropies) / N} if group.entropies else {}),
-        **{f"verifier_{said}": verdicts.count(said) / N for said in set(verdicts) - {None}},
     }
+    if group.entropies:
+        numbers["entropy"] = sum(group.entropies) / N
+    verdicts = [said for said in record.get("verdicts", []) if said]
+    return numbers | {f"verifier_{said}": verdicts.count(said) / N for said in verdicts}
 
 
 def means(described):
@@ -78,7 +70,6 @@ def group_record(step, group, R, record):
 
 SHORT_NAMES = {
     "reward": "reward",
-    "pass_at_1": "pass@1",
     "answered": "answered",
     "truncated": "cut",
     "zero_advantage_groups": "zero-adv",
@@ -96,23 +87,33 @@ def brief(x):
     return f"{x:.3g}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.3g}"
 
 
+def plus_minus(numbers):
+    error = numbers["pass_at_1_stderr"]  # null if there is one question
+    return "" if error is None else f" ± {brief(error)}"
+
+
 def warning(numbers):
     """What is wrong with a step and what helps, or None. "When nothing is learned" in
     docs/running.md says more."""
+    if numbers["answered"] < 0.02 and numbers["truncated"] <= 0.5:
+        return (
+            "almost no answers: the model stops without a box and needs a supervised start "
+            "(warm_start.py)"
+        )
+    if numbers["answered"] < 0.02 and numbers["boxes_opened"] == 0:
+        return (
+            "most samples are cut off without a box: raise --max-new-tokens, or make a supervised "
+            "start (warm_start.py)"
+        )
     if numbers["answered"] < 0.02:
-        start = "a supervised start (warm_start.py)"
-        if numbers["truncated"] <= 0.5:
-            return f"almost no answers: the model stops without a box and needs {start}"
-        if numbers["boxes_opened"] == 0:
-            return (
-                f"most samples are cut off without a box: raise --max-new-tokens, or make {start}"
-            )
         return "almost no answers, and most samples are cut off: raise --max-new-tokens"
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "in every group all samples received the same reward, so this step had no gradient"
     if numbers["tiny_reward_groups"] > 0.5:
-        cause = f"no reward exceeds {TINY:g} in most groups: the model almost never gives a*"
-        return f"{cause}. Keep references short, strip remarks, or demonstrate their form"
+        return (
+            f"no reward exceeds {TINY:g} in most groups: the model almost never gives a*. Keep "
+            "references short, strip remarks, or demonstrate their form"
+        )
 
 
 def say_hours(actor, operations, tokens, what):
@@ -121,32 +122,35 @@ def say_hours(actor, operations, tokens, what):
     parameters = sum(p.numel() for p in actor.parameters())
     hours = operations * parameters * tokens / (os.cpu_count() * 5e10) / 3600
     if actor.device.type == "cpu" and hours > 0.2:
-        time_taken = f"{what} of up to {tokens:,} tokens takes up to about {hours:.1f} hours"
-        say(f"On this CPU {time_taken}. Fewer questions, samples or tokens take less")
+        say(
+            f"On this CPU {what} of up to {tokens:,} tokens takes up to about {hours:.1f} hours. "
+            "Fewer questions, samples or tokens take less"
+        )
 
 
 # ------------------------------------------------------------------------------------------ the log
 
 
 class RunLog:
-    """Rank 0 prints, and writes config.json, metrics.jsonl (one line per step) and samples.jsonl
-    (the first groups of each step). Other ranks do nothing."""
+    """Rank 0 prints, and writes config.json, metrics.jsonl (one line per step), samples.jsonl (the
+    first groups of each step) and questions.jsonl (the largest reward of each group). Other ranks
+    do nothing."""
 
     def __init__(self, out, args, data, first_step, last_step):
         self.out, self.args, self.warned = out, args, set()
         self.first_step, self.last_step = first_step, last_step
         kept = {}  # the steps before the first one; a resumed run repeats later steps
-        for name in "metrics.jsonl", "samples.jsonl":
+        for name in "metrics.jsonl", "samples.jsonl", "questions.jsonl":
             rows = read_rows(out / name, log=True) if first_step > 1 else []
             kept[name] = [row for row in rows if row["step"] < first_step]
-        self.before = kept["metrics.jsonl"] or [{"step": first_step - 1}]
+        self.lines = kept["metrics.jsonl"] or [{"step": first_step - 1}]
         if is_rank_0():
+            self.lock = lock(out)  # the run begins: from here on the directory is its own
             flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
             versions = {"torch": torch.__version__, "transformers": transformers.__version__}
             config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
             config = json.dumps(config | {"versions": versions}, indent=2)
             write_atomically(out / "config.json", config + "\n")
-            MADE.clear()  # from now on this is a run
             for name, rows in kept.items():
                 write_atomically(out / name, to_jsonl(rows))
 
@@ -168,20 +172,24 @@ class RunLog:
         if not args.eval_dataset:
             say("pass@1 is not measured: there is no --eval-dataset")
         # 10 operations per parameter and token: sample 2, score 2, update 6
-        tokens = args.questions * args.samples * args.max_new_tokens
-        say_hours(actor, 10, tokens, "a step")
+        tokens = args.questions * args.samples * args.max_new_tokens * self.last_step
+        say_hours(actor, 10, tokens, "the run")
 
     def has_evaluation(self):
         """Whether the weights that this process starts from have been evaluated."""
-        return "pass_at_1" in self.before[-1]
+        return "pass_at_1" in self.lines[-1]
 
-    def evaluated(self, numbers):
-        """Write and print an evaluation of the weights that this process starts from."""
-        step = self.first_step - 1
-        self.before[-1] |= numbers
+    def evaluated(self, numbers, sample):
+        """Write and print an evaluation of the last step's weights, and one of its samples."""
+        self.lines[-1] |= numbers
         if is_rank_0():
-            write_atomically(self.out / "metrics.jsonl", to_jsonl(self.before))
-        say(f"{f'after step {step}' if step else 'before training'}  {one_line(numbers)}")
+            write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
+        step = self.lines[-1]["step"]
+        said = f"pass@1 {brief(numbers['pass_at_1'])}{plus_minus(numbers)}"
+        say(f"{f'after step {step}' if step else 'before training'}  {said}")
+        right = "right" if sample["correct"] else f"wrong, a* is {sample['reference']}"
+        question, text = (" ".join(sample[key].split()) for key in ("question", "text"))
+        say(f"  a sample: {question[-100:]} -> {text[-160:]}  ({right})")
 
     def start(self):
         """Start the clock of a step."""
@@ -198,7 +206,14 @@ class RunLog:
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
         tokens = line["completion_tokens"] * R.shape[1] * len(described)
         line |= {"tokens_per_second": tokens / sum(self.seconds.values())}
+        self.lines.append(line)
+        asked = [
+            {"step": step, "question": group.problem.question[:200], "best": best}
+            for group, best in zip(groups, R.amax(1).tolist())
+        ]
+        asked = all_gather(asked)
         if is_rank_0():
+            append_rows(self.out / "questions.jsonl", asked)
             append_rows(self.out / "metrics.jsonl", [line])
             kept = list(zip(groups, R, records))[:GROUPS_A_STEP]
             append_rows(self.out / "samples.jsonl", [group_record(step, *each) for each in kept])
@@ -215,20 +230,39 @@ class RunLog:
             self.warned.add(problem)
             say(f"warning at step {step}: {problem}")
 
+    def stopped(self, step):
+        """Print how to go on with a run that was stopped."""
+        ranks = os.environ.get("LOCAL_WORLD_SIZE")
+        start = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
+        resume = shlex.join([*start, sys.argv[0], "--resume", "--out", str(self.out)])
+        say(f"stopped after step {step} of {self.last_step}; resume with: {resume}")
+
     def summary(self):
         """Print the last lines of a finished run."""
         if not is_rank_0():
             return
-        lines = read_rows(self.out / "metrics.jsonl")
-        steps = [line for line in lines if "seconds" in line]
         print(f"{self.args.reward} on {self.args.dataset}")
-        for name in "reward", "pass_at_1", "eval_exact_match", "answered":
-            if values := [line[name] for line in lines if line.get(name) is not None]:
-                print(f"  {name:16}  first {brief(values[0])}, last {brief(values[-1])}")
-        if not any(line["grad_norm"] for line in steps):  # null: not finite, update skipped
+        lines = read_rows(self.out / "metrics.jsonl")
+        if tests := [line for line in lines if "pass_at_1" in line]:
+            first, last = (brief(x["pass_at_1"]) + plus_minus(x) for x in (tests[0], tests[-1]))
+            print(f"  pass@1            first {first}, last {last} (± standard error)")
+        steps = pandas.DataFrame([line for line in lines if "seconds" in line])
+        asked = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
+        best = asked.groupby("question", sort=False).best.max()
+        # Single steps ask different questions. So take an epoch, or a tenth of a shorter run.
+        span = math.ceil(len(best) / self.args.questions)
+        span = span if 2 * span <= len(steps) else math.ceil(len(steps) / 10)
+        for name in "reward", "exact_match", "answered":
+            first, last = (brief(part[name].mean()) for part in (steps[:span], steps[-span:]))
+            print(f"  {name:16}  first {first}, last {last} (means of {span} steps)")
+        if rare := list(best[best < RARE].index):
+            print(f"  {len(rare)} of {len(best)} questions never had a reward of {RARE:g}, such as")
+            for question in rare[:3]:
+                print(f"    {' '.join(question.split())[-90:]}")
+        if not steps.grad_norm.fillna(0).any():  # null: not finite, update skipped
             print("  The weights have not changed: no step had a usable gradient. ", end="")
             print("See docs/running.md")
-        minutes = {p: sum(line["seconds"][p] for line in steps) / 60 for p in steps[0]["seconds"]}
+        minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
         print("  minutes           " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
         out = shlex.quote(str(self.out))
         print(f"  model             {out}/checkpoints/step-{self.last_step}")

@@ -1,0 +1,167 @@
+r"""CER in one file: a language model answers, judges its own answers, and learns from that.
+
+    python examples/one_file.py     # five minutes on one CPU core
+
+This is the whole method with a real (tiny) language model, and nothing is fast. Every answer is
+scored after every solution by a full forward pass of its own. The rest of the repository computes
+the same rewards and the same gradient in batches (tests/test_one_file.py compares them). Only an
+answer with braces of its own, such as \frac{1}{2}, is not found here.
+
+From the repository come the toy's questions with reference answers (toy.rows), its tiny Qwen3 after
+a short supervised start (toy_model.warm_start), and toy.same_number, which tells us, but not the
+training, which answers are right.
+cer.py says why the formulas are right.
+"""
+
+import functools
+import random
+import re
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+sys.path.append(sys.path[0] + "/..")  # where tasks/ is
+from tasks import toy, toy_model
+
+# Questions in a step, samples of each, optimizer steps, learning rate, longest completion
+B, N, STEPS, LR, MAX_NEW_TOKENS = 16, 8, 50, 6e-4, 32
+
+
+# 1. Sample N solutions and answers. ---------------------------------------------------------------
+
+
+def sample(model, tokenizer, prompt):
+    """Sample N completions of a prompt -> N lists of token ids, each up to its first stop token."""
+    distribution = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)  # the model's own
+    prompts = torch.tensor([prompt] * N)
+    out = model.generate(prompts, max_new_tokens=MAX_NEW_TOKENS, **distribution)
+    completions = out[:, len(prompt) :].tolist()
+    stop = tokenizer.eos_token_id
+    return [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in completions]
+
+
+@functools.cache
+def token_bytes(tokenizer):
+    """The bytes of every token. (The tokenizer stores each byte as a printable character.)"""
+    byte = {character: number for number, character in bytes_to_unicode().items()}
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    special = tokenizer.all_special_tokens
+    return [b"" if token in special else bytes(byte[c] for c in token) for token in tokens]
+
+
+def join(tokenizer, ids):
+    return b"".join(token_bytes(tokenizer)[i] for i in ids)
+
+
+def cut(tokenizer, ids):
+    r"""Cut a completion just before the brace of its last closed box -> (the ids of the solution,
+    which end with \boxed; the answer in the box), or None if no box is closed."""
+    boxes = list(re.finditer(rb"\\boxed(\{([^{}]*)\})", join(tokenizer, ids)))
+    if not boxes:
+        return None
+    length = 0
+    while len(join(tokenizer, ids[:length])) < boxes[-1].start(1):
+        length += 1
+    return ids[:length], boxes[-1][2].decode("utf-8", "replace")
+
+
+# 2. Reward: R = D^-1 W P. -------------------------------------------------------------------------
+
+
+def log_probs(model, ids):
+    """One full forward pass -> [len(ids), V]. Row t is log pi of every token after ids[: t + 1]."""
+    return model(torch.tensor([ids], device=model.device)).logits[0].log_softmax(-1)
+
+
+@functools.cache
+def closers(tokenizer, rest):
+    """All tokens that begin with these bytes."""
+    return [v for v, piece in enumerate(token_bytes(tokenizer)) if piece.startswith(rest)]
+
+
+@torch.no_grad()
+def log_pi(model, tokenizer, context, answer):
+    """log pi("{answer}" | context), the log-probability that the model goes on with this answer and
+    closes the box. The context ends just before the brace that opens the box.
+
+    The closing brace often shares its token with its neighbours: "{14}" may end in the tokens `}`
+    or `}.` after "{14", and in `4}` after "{1". So the answer is finished by first writing a
+    beginning t_1..t_i of its tokens, and then any token that begins with the rest of "{answer}".
+    The probability is the sum over all beginnings. A brace can change the tokens before it, so the
+    tokens of "{answer" and those of "{answer}" both count; a beginning that both share is one key.
+    """
+    finished = f"{{{answer}}}".encode()
+    without_brace = tokenizer.encode("{" + answer, add_special_tokens=False)
+    with_brace = tokenizer.encode("{" + answer + "}", add_special_tokens=False)
+    ways = {}  # beginning -> log pi of the beginning and of a token that closes the box after it
+    for tokens in {tuple(without_brace), tuple(with_brace[:-1])}:  # the last one holds the brace
+        logp = log_probs(model, [*context, *tokens])[len(context) - 1 :]  # [k + 1, V]
+        for i in range(len(tokens) + 1):
+            beginning = tokens[:i]
+            rest = finished[len(join(tokenizer, beginning)) :]
+            log_beginning = logp[range(i), beginning].sum()
+            ways[beginning] = log_beginning + logp[i, closers(tokenizer, rest)].logsumexp(0)
+    return torch.stack(list(ways.values())).logsumexp(0)
+
+
+def rewards(model, tokenizer, prompt, completions, reference):
+    """R [N] of the completions of one question. One without an answer gets 0."""
+    boxes = [cut(tokenizer, ids) for ids in completions]
+    contexts = [prompt + box[0] for box in boxes if box]
+    log_W = {}  # answer -> its row of log W: log pi(answer | s_j, q) for every solution s_j
+    for answer in {reference, *(box[1] for box in boxes if box)}:
+        scores = [log_pi(model, tokenizer, context, answer) for context in contexts]
+        log_W[answer] = torch.tensor(scores)
+    P = log_W[reference].exp()  # pi(a* | s_j, q)
+
+    R = torch.zeros(len(boxes))
+    for i, box in enumerate(boxes):
+        if box and box[1]:
+            posterior = log_W[box[1]].softmax(0)  # row i of W, divided by its sum: pi(s_j | a_i, q)
+            R[i] = posterior @ P
+    return R
+
+
+# 3. Advantage, and 4. update. ---------------------------------------------------------------------
+
+
+def completion_logprobs(model, prompt, ids):
+    """log pi of every token of a completion -> [len(ids)]."""
+    logp = log_probs(model, prompt + ids)[len(prompt) - 1 : -1]
+    return logp[range(len(ids)), ids]
+
+
+def main():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # in a model this small, threads only wait for each other
+    toy_model.warm_start("runs/one_file", seed=0)
+    tokenizer = AutoTokenizer.from_pretrained("runs/one_file")
+    model = AutoModelForCausalLM.from_pretrained("runs/one_file")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    questions, order = toy.rows("toy"), random.Random(0)
+
+    for step in range(1, STEPS + 1):
+        mean_reward = right = 0.0
+        for question in order.sample(questions, B):
+            prompt = tokenizer.encode(question["question"] + "\n")
+            completions = sample(model, tokenizer, prompt)
+            R = rewards(model, tokenizer, prompt, completions, question["answer"])  # constants
+            A = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
+            for ids, A_i in zip(completions, A):
+                loss = -A_i * completion_logprobs(model, prompt, ids).sum()
+                (loss / (B * N)).backward()  # adds to the gradients
+
+            mean_reward += R.mean().item() / B
+            boxes = [cut(tokenizer, ids) for ids in completions]
+            answers = [box[1] for box in boxes if box]
+            right += sum(toy.same_number(a, question["answer"]) for a in answers) / (B * N)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}/{STEPS}  mean reward {mean_reward:.3f}  right answers {right:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The toy's language model: a real Qwen3 of 125K parameters, with a byte-level BPE tokenizer that
+is trained on the task's own text.
+
+A short supervised start (`warm_start`) teaches it to compute and to use all 8 forms. Most of its
+demonstrations use the wrong method, so the model mixes up the methods, and reinforcement learning
+has to teach it the right one. Tokenizer and model run through the same code as Qwen3-4B.
+"""
+
+import itertools
+import random
+
+import torch
+import torch.distributed as dist
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from engine.cli import require
+from engine.console import is_rank_0
+from engine.supervised import supervise
+from tasks import toy
+
+# What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
+# for the toy's own model only.
+FLAGS = {
+    "dataset": "toy",
+    "steps": 200,
+    "questions": 16,
+    "samples": 8,
+    "max_new_tokens": 32,
+    "eval_dataset": "toy-test",
+    "eval_runs": 4,
+    "eval_every": 20,
+    "eval_temperature": 1.0,
+    "eval_top_p": 1.0,
+    "eval_top_k": 0,
+}
+LEARNING_RATE = {"lr": 6e-4, "lr_end": 0.1}
+POSITIONS = 128  # tokens of a prompt and its completion, at most
+
+# This chat template keeps only the first line of the last message, which is the question.
+CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\n')[0] + '\n' }}"
+# No token spans two of these pieces. Digits are single tokens, and `boxed` and `{` stay separate.
+PIECES = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"
+
+
+def build_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    rng, (_, train) = random.Random(0), toy.stories()
+    texts = ["".join(toy.demonstration(rng, train)) for _ in range(4000)]
+    tokenizer.train_from_iterator(texts + list(toy.NUMBERS), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(tokenizer):
+    config = Qwen3Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=168,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=POSITIONS,
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def make_model(directory, longest_row, args):
+    """Make the toy's own model for a run, unless the run is resumed -> the directory."""
+    require(
+        longest_row <= POSITIONS,
+        f"--max-new-tokens {args.max_new_tokens}: the toy's model has {POSITIONS} positions, and "
+        f"a prompt and its completion would take {longest_row}",
+    )
+    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
+    if is_rank_0() and not args.resume:
+        warm_start(directory, args.seed)
+    dist.barrier()
+    return str(directory)
+
+
+def warm_start(directory, seed, steps=900):
+    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory."""
+    torch.manual_seed(seed % 2**63)
+    rng, (_, train) = random.Random(seed), toy.stories()
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    pairs = (tokenizer(list(toy.demonstration(rng, train)))["input_ids"] for _ in itertools.count())
+    supervise(model, pairs, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,61 @@
+"""examples/one_file.py is the specification: the fast code gives the same rewards and the same
+gradient. test_cer.py compares the log-probabilities, also of unusual answers and tokenizers."""
+
+import one_file
+import pytest
+import torch
+from test_rloo import flat, gradient_of_update
+
+import cer
+from engine.load import load
+from rloo import leave_one_out, rloo_rows
+from rollout import sample
+from tasks.data import load_problems
+
+
+@pytest.fixture(scope="module")
+def sampled(toy_model_dir):
+    """The toy's model, its tokenizer, and three groups that it sampled. Some box nothing."""
+    model, tokenizer = load(toy_model_dir, "cpu")
+    groups = sample(model, tokenizer, load_problems("toy", 3), 6, 18)
+    answers = [answer for group in groups for answer in group.answers]
+    assert None in answers and len(set(answers)) > 6
+    return model, tokenizer, groups
+
+
+def test_the_rewards_are_those_of_one_file(sampled):
+    model, tokenizer, groups = sampled
+    for group in groups:
+        inputs = group.prompt, group.completions, group.problem.reference
+        R, _ = cer.rewards(model, tokenizer, *inputs)
+        slow = one_file.rewards(model, tokenizer, *inputs)
+        assert (R - slow).abs().max() < 1e-6 and R.max() > 1e-4
+
+
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_the_update_takes_the_gradient_of_one_file(sampled, toy_model_dir, budget):
+    model, tokenizer, groups = sampled
+    rows, loss, size = [], 0.0, sum(len(group.completions) for group in groups)
+    for group in groups:
+        R = torch.rand(6)
+        A = leave_one_out(R)
+        rows += rloo_rows(group, R, A, tokenizer)
+        for ids, A_i in zip(group.completions, A):
+            loss -= A_i * one_file.completion_logprobs(model, group.prompt, ids).sum() / size
+    slow = flat(torch.autograd.grad(loss, list(model.parameters())))
+    trained, _ = load(toy_model_dir, "cpu")
+    fast_loss, fast = gradient_of_update(trained, rows, budget)
+    assert fast_loss == pytest.approx(loss.item(), rel=1e-5)
+    assert (fast - slow).norm() < 1e-5 * slow.norm()
+
+
+def test_it_samples_and_cuts_as_the_fast_code_does(sampled):
+    model, tokenizer, groups = sampled
+    for group in groups:
+        boxes = [one_file.cut(tokenizer, ids) for ids in group.completions]
+        assert [box and box[1] for box in boxes] == group.answers
+        for i, box in enumerate(boxes):
+            assert box is None or box[0] == group.solution(i)
+    completions = one_file.sample(model, tokenizer, groups[0].prompt)
+    stop = tokenizer.eos_token_id
+    assert len(completions) == one_file.N and all(stop not in ids[:-1] for ids in completions)
