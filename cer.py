@@ -16,13 +16,19 @@ With N samples (s_i, a_i) of one question:
 Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q).
 The s_j are samples of the prior pi(s|q), so it needs no factor: a likely solution is simply there
 more often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and
-the expectation of pi(a*|s,q) under it is that row times P. With all N columns, a sample's own
-solution among them, the reward is unbiased at every N: E[ R_i | a_i = a ] = rho(a, a*), if every
-box that opens closes (docs/theory.md).
+the expectation of pi(a*|s,q) under it is that row times P. Given a_i, a sample's own solution is a
+sample of the posterior and the others are samples of the prior. This makes the reward unbiased at
+every N, E[ R_i | a_i = a ] = rho(a, a*), if all N solutions are columns and every box that opens
+closes (docs/theory.md).
 
-R_i is unbiased given a_i, but not given (s_i, a_i), and solution i is also a column of the other
-R_k. So the baseline of RLOO is not independent of the sample, and the expected gradient is not
-exactly that of rho: at N = 16 the cosine between them is .998 (docs/theory.md).
+R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
+because by Theorem 2 (below) both have the same expected reward.
+
+Two things keep the expected gradient from being exactly the policy gradient with the reward rho.
+Solution i is a column of its own R_i, so R_i is unbiased given a_i, but not given (s_i, a_i). It is
+also a column of every other R_k, so the baseline of sample i depends on sample i. The effect is
+small: over random finite distributions the two gradients have a cosine of .998 at N = 16
+(docs/theory.md).
 
 A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
 similar reward. A wrong answer mostly comes from other solutions, and gets a small one; but a slip,
@@ -156,6 +162,8 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     Raises ValueError for other attention, training mode, an empty context, or an unsupported
     tokenizer.
     """
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # PEFT: the same modules, adapters included
     if model.config._attn_implementation != "sdpa":
         raise ValueError('scoring needs a model with attn_implementation="sdpa"')
     if model.training:
@@ -163,22 +171,23 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
-    spelled = [way for row, answer in enumerate(answers) for way in spellings(vocab, row, answer)]
+    spelled = [each for row, answer in enumerate(answers) for each in spellings(vocab, row, answer)]
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
-    passes = list(batches(spelled, lambda way: len(way.tokens), ANSWER_TOKENS_AT_ONCE))
-    longest_pass = max((sum(len(way.tokens) for way in ways) for ways in passes), default=0)
+    passes = list(batches(spelled, lambda spelling: len(spelling.tokens), ANSWER_TOKENS_AT_ONCE))
+    longest_pass = max((sum(len(each.tokens) for each in group) for group in passes), default=0)
 
     scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
-    sizes = [len(context) + longest_pass for context in contexts]
-    for columns in batches(range(len(contexts)), sizes.__getitem__, TOKENS_AT_ONCE):
+    all_columns, size = range(len(contexts)), lambda j: len(contexts[j]) + longest_pass
+    for columns in batches(all_columns, size, TOKENS_AT_ONCE):
         lengths, first, cache = read_contexts(model, [contexts[j] for j in columns])
-        for ways in passes:
-            hidden = read_answers(model, [way.tokens for way in ways], lengths, cache)
-            for way, states in zip(ways, hidden):
+        for group in passes:
+            hidden = read_answers(model, [spelling.tokens for spelling in group], lengths, cache)
+            for spelling, states in zip(group, hidden):
                 states = torch.cat([first[:, None], states], dim=1)  # [n, k + 1, H]
-                log_pi = log_finished(model.lm_head, states, way)  # [n]
-                scores[way.row, columns] = scores[way.row, columns].logaddexp(log_pi)
+                log_pi = log_finished(model.lm_head, states, spelling)  # [n]
+                row = scores[spelling.row, columns]
+                scores[spelling.row, columns] = row.logaddexp(log_pi)  # one spelling more
     return scores
 
 
@@ -192,10 +201,10 @@ class Spelling(NamedTuple):
 
 def spellings(vocab, row, answer):
     """The tokens of "{answer", and where they differ those of "{answer}" before its last token,
-    which holds the brace -> list of Spelling. A beginning that both share has closers only in the
-    first, so nothing counts twice."""
+    which holds the brace -> list of Spelling. A beginning that both share gets its closers in the
+    first spelling only; in the second its list is empty. So nothing counts twice."""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
-    finished = vocab.join(without_brace) + b"}"
+    finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
     found, seen = [], set()
     for tokens in without_brace, with_brace[:-1]:
         closers = []
@@ -204,7 +213,7 @@ def spellings(vocab, row, answer):
             rest = finished[len(vocab.join(beginning)) :]
             closers.append([] if beginning in seen else vocab.beginning_with(rest))
             seen.add(beginning)
-        if any(closers):
+        if any(closers):  # else the second spelling adds nothing
             found.append(Spelling(row, tokens, closers))
     return found
 
@@ -244,7 +253,9 @@ def read_answers(model, token_lists, lengths, cache):
     sizes = [len(tokens) for tokens in token_lists]
     tokens = torch.tensor([t for tokens in token_lists for t in tokens], device=device)  # [T]
     answer_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)  # [T]
-    depth = torch.cat([torch.arange(k, device=device) for k in sizes])  # in its answer  [T]
+    depth = torch.cat(
+        [torch.arange(k, device=device) for k in sizes]
+    )  # position of a token within its answer  [T]
     in_context = torch.arange(C, device=device) < lengths[:, None]  # [n, C]
     in_answer = (answer_of[:, None] == answer_of) & (depth[:, None] >= depth)  # [T, T]
     T = len(tokens)
@@ -260,19 +271,19 @@ def read_answers(model, token_lists, lengths, cache):
     return hidden.split(sizes, dim=1)
 
 
-def log_finished(lm_head, states, way):
-    """The sum over all ways to close the box after one spelling. states [n, k + 1, H]: the last
+def log_finished(lm_head, states, spelling):
+    """The sum over all ways to close the box within one spelling. states [n, k + 1, H]: the last
     hidden states after t_1..t_i, i = 0..k -> log pi [n]."""
-    # log pi(t_1..t_i) is a sum of up to hundreds of terms, so fp64 keeps its rounding below fp32's.
+    # Summed in fp64, so that hundreds of additions do not add up their rounding errors.
     log_beginning = torch.zeros(len(states), dtype=torch.double, device=states.device)
     log_ways = []  # for each i: log pi(t_1..t_i, then a closer)
     at_once = max(1, LOGITS_AT_ONCE // len(states))  # positions whose logits are held at a time
     for part in states.split(at_once, dim=1):
         for logp in lm_head(part).float().log_softmax(-1).unbind(1):  # after t_1..t_i  [n, V]
             i = len(log_ways)
-            log_ways.append(log_beginning.float() + logp[:, way.closers[i]].logsumexp(1))
-            if i < len(way.tokens):
-                log_beginning = log_beginning + logp[:, way.tokens[i]]
+            log_ways.append(log_beginning.float() + logp[:, spelling.closers[i]].logsumexp(1))
+            if i < len(spelling.tokens):
+                log_beginning = log_beginning + logp[:, spelling.tokens[i]]
     return torch.stack(log_ways).logsumexp(0)
 
 
@@ -299,8 +310,8 @@ def choose_solutions(U, row_of, M):
     the choice open; this one is that of the authors' code. If all answers shared the same M
     solutions, M = 1 would give them all the same reward, and every advantage would be 0. With this
     choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the choice
-    biases the reward, mostly that of a wrong answer and downwards (docs/theory.md), because the
-    columns then depend on the other answers.
+    biases the reward, mostly that of a wrong answer and downwards (docs/theory.md), because which
+    solutions are chosen depends on which answers they produced.
     """
     own = torch.arange(U)[:, None] == torch.tensor(row_of)  # [U, solutions]
     key = own + torch.rand(own.shape)  # in [1, 2) for own solutions, in [0, 1) for the others

@@ -93,6 +93,11 @@ def finished_results(out, flags):
     return report["results"]
 
 
+def save_results(out, flags, results):
+    report = {"flags": flags, "results": results}
+    write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
+
+
 def answer(model, tokenizer, question, runs, max_new_tokens, **settings):
     """Print some samples of one question, each with its answer."""
     problem = Problem(question, reference="")
@@ -139,6 +144,7 @@ def main():
         rows = read_rows(path, log=True) if path.exists() else []
         rows = [row for row in rows if row["dataset"] in results]  # no half of a data set
         write_atomically(path, to_jsonl(rows))
+        save_results(out, flags, results)
     say(f"files: {out}. After an interruption the same command with --out {out} goes on")
 
     for name in names:
@@ -152,8 +158,7 @@ def main():
         )
         if is_rank_0():  # save now, since the next data set may take hours; the results come last
             append_rows(path, [{"dataset": name} | record for record in records])
-            report = {"flags": flags, "results": results}
-            write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
+            save_results(out, flags, results)
             say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
     if is_rank_0():
         table = pandas.DataFrame.from_dict(results, orient="index")

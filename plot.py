@@ -1,7 +1,7 @@
 """Draw the paper's figures from the files of a run.
 
     python plot.py RUN --question K        # Fig. 2: where the rewards of one question come from
-    python plot.py RUN [RUN ...]           # learning curves; seeds of the same run are averaged
+    python plot.py RUN [RUN ...]           # learning curves; the mean and the range of the seeds
 
 RUN is a directory that train.py wrote. --question is the index of a group in samples.jsonl; 0 is
 the first and -1 the last. Figures are SVG unless --out has another ending.
@@ -26,7 +26,8 @@ matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 11,
+    "font.size": 13,
+    "axes.titlesize": 14,
 }
 COLOURS = {  # of each reward, in every figure
     "cer": "#0072B2",
@@ -43,32 +44,38 @@ COLOURS = {  # of each reward, in every figure
 
 def draw_group(group, out):
     """Draw R = (D^-1 W) P for one question (Fig. 2). Rows are the samples' answers and columns
-    their solutions. Both are sorted by reward, so that answers from the same solutions form a
-    block. P is drawn above. Its dot product with a row of D^-1 W is that row's CER. R differs from
-    it for an empty box, and with rule+cer."""
+    their solutions. Both are sorted by reward. A gap separates rows whose posteriors overlap by
+    less than half, so that answers from the same solutions form a block. P is drawn above. Its dot
+    product with a row of D^-1 W is that row's CER. R differs from it for an empty box, and with
+    rule+cer."""
     require("log_W" in group, "this group has no matrices, because its reward was not CER")
     require(
         group["columns"],
         "no sample of this group has an answer, so there is nothing to draw; docs/explore.html "
         "shows its samples",
     )
-    R, answers = group["R"], group["answers"]
+    R, answers, distinct = group["R"], group["answers"], group["distinct_answers"]
+    expected = [sorted({*answers} - {None})] + [len(group["columns"])] * (1 + len(distinct))
+    found = [sorted(distinct), len(group["log_P"]), *map(len, group["log_W"])]
+    fits = found == expected and max(group["columns"]) < len(R) == len(answers)
+    require(fits, f"step {group['step']}: log_W and log_P do not match the samples of this group")
 
     def rank(i):  # best first, equal answers side by side, samples without an answer last
         return answers[i] is None, -R[i], answers[i] or "", i
 
     rows, columns = sorted(range(len(R)), key=rank), sorted(group["columns"], key=rank)
     P = numpy.exp(pandas.Series(group["log_P"], group["columns"])[columns].to_numpy())
-    log_W = pandas.DataFrame(group["log_W"], group["distinct_answers"], group["columns"])
+    log_W = pandas.DataFrame(group["log_W"], distinct, group["columns"])
     log_W = log_W.astype(float).fillna(-numpy.inf)  # null: not among the M
     W = numpy.exp(log_W.sub(log_W.max(axis=1), axis=0))  # the factor of each row cancels
     posterior = W.div(W.sum(axis=1), axis=0).where(log_W > -numpy.inf)
     # A sample without an answer has no row in W, and gets nan.
     posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
+    overlap = numpy.nansum(numpy.minimum(posterior[1:], posterior[:-1]), axis=1)
 
     figure, axes = plt.subplot_mosaic(
         [["P", "."], ["W", "R"]],
-        figsize=(9.5, 0.3 * len(rows) + 2.5),
+        figsize=(10.5, 0.33 * len(rows) + 3),
         width_ratios=[max(4, len(columns)), 1.3],
         height_ratios=[1, len(rows)],
         layout="constrained",
@@ -76,16 +83,19 @@ def draw_group(group, out):
     draw_matrix(axes["P"], P[None], "Greens", digits=3)
     draw_matrix(axes["W"], posterior, "Blues", digits=2, top=1.0)
     draw_matrix(axes["R"], numpy.array(R)[rows, None], "Oranges", digits=3)
+    for above in numpy.flatnonzero(overlap < 0.5):
+        axes["W"].axhline(above + 0.5, color="white", linewidth=5)
+        axes["R"].axhline(above + 0.5, color="white", linewidth=5)
     names = [label(answer, group["reference"]) for answer in answers]
     axes["P"].set_yticks([0], ["P = π(a*|s)"])
     axes["W"].set_yticks(range(len(rows)), [names[i] for i in rows])
-    axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=8)
+    axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=11)
     axes["W"].set_xlabel("solutions, named by the answer that each led to")
     axes["W"].set_title("D⁻¹W: the posterior, which solutions lead to the answer")
     axes["R"].set_title("R" if "verdicts" in group else "R = D⁻¹W P")
     question = shorten(" ".join(group["question"].split()), 90)
     reference = shorten(group["reference"], 60)
-    figure.suptitle(f"step {group['step']}: {question}\na* = {reference}", fontsize=11)
+    figure.suptitle(f"step {group['step']}: {question}\na* = {reference}", fontsize=13)
     save(figure, out)
 
 
@@ -100,7 +110,7 @@ def draw_matrix(axis, values, colours, digits, top=None):
             text = f"{value:.{digits}f}".removeprefix("0")
             if digits > 2 and 0 < value < 0.5 * 10**-digits:  # P and R; shares stay .00
                 text = f"{value:.0e}"
-            axis.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
+            axis.text(x, y, text, ha="center", va="center", fontsize=9.5, color=ink)
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
 
@@ -138,7 +148,7 @@ def draw_curves(runs, names, out, window=10):
     rewards = [re.split("[,@]", name)[0] for name in dict.fromkeys(names)]
     panels = [panel for panel in PANELS if any(panel[0] in table for table in tables)]
     height = math.ceil(len(panels) / 4)
-    figure = plt.figure(figsize=(13, 2.8 * height), layout="constrained")
+    figure = plt.figure(figsize=(13, 3.1 * height), layout="constrained")
     for place, (key, over, title) in enumerate(panels, start=1):
         axis, smooth = figure.add_subplot(height, 4, place), 1 if key == "pass_at_1" else window
         for number, (name, reward) in enumerate(zip(dict.fromkeys(names), rewards)):
@@ -147,30 +157,31 @@ def draw_curves(runs, names, out, window=10):
             seeds = [table for table, of in zip(tables, names) if of == name and key in table]
             if seeds:
                 draw_seeds(axis, seeds, key, over, smooth, label=name, **style)
-        top = max(numpy.nanmax(line.get_ydata()) for line in axis.lines)
-        top = 1 if key in SHARES and top > 0.5 else max(top, 1e-3)
+        # A share of .003 that filled the whole panel would look like an alarm.
+        top = max(axis.dataLim.y1, 0.1 if key in SHARES else 1e-3)
+        top = 1 if key in SHARES and top > 0.5 else top
         axis.set(title=title, ylim=(-0.02 * top, 1.04 * top))
         axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
     handles = figure.axes[0].get_legend_handles_labels()
-    columns = min(6, max(1, 150 // max(map(len, names))))
+    columns = max(1, min(6, 130 // (6 + max(map(len, names)))))
     figure.legend(*handles, loc="outside lower center", ncols=columns)
     save(figure, out)
 
 
 def draw_seeds(axis, tables, key, over, smooth, label, **style):
-    """Draw the mean of the seeds, as far as all of them got, and thin lines for the seeds. A single
-    seed gets a band of 1.96 standard errors instead, if they were logged."""
-    curves = [table[key].dropna().rolling(smooth, min_periods=1).mean() for table in tables]
-    y = pandas.concat(curves, axis=1)  # [steps, seeds]
-    x = pandas.concat([table[over] for table in tables], axis=1).loc[y.index]
-    whole = y.dropna().index
-    x_mean, mean = x.loc[whole].mean(axis=1), y.loc[whole].mean(axis=1)
-    axis.plot(x_mean, mean, label=label, marker="o" if len(mean) == 1 else None, **style)
-    if len(tables) > 1:
-        axis.plot(x.to_numpy(), y.to_numpy(), linewidth=0.5, alpha=0.4, zorder=1, **style)
-    elif f"{key}_stderr" in tables[0]:
-        band = 1.96 * tables[0][f"{key}_stderr"][whole].astype(float)
-        axis.fill_between(x_mean, mean - band, mean + band, alpha=0.2, color=style["color"])
+    """Draw the mean of the seeds at the steps that all of them have, and a band from the lowest to
+    the highest. The band of a single seed is 1.96 standard errors, if they were logged."""
+    curves = [table[key].astype(float).dropna() for table in tables]
+    y = pandas.concat(curves, axis=1, join="inner")  # [steps, seeds]
+    y = y.rolling(smooth, min_periods=1).mean()
+    require(len(y), f"{label}: no step has a value for {key} in every seed")
+    x = pandas.concat([table[over] for table in tables], axis=1).loc[y.index].mean(axis=1)
+    mean, low, high = y.mean(axis=1), y.min(axis=1), y.max(axis=1)
+    if len(tables) == 1 and f"{key}_stderr" in tables[0]:
+        error = 1.96 * tables[0][f"{key}_stderr"][y.index].astype(float)
+        low, high = mean - error, mean + error
+    axis.plot(x, mean, label=label, marker="o" if len(mean) == 1 else None, **style)
+    axis.fill_between(x, low, high, alpha=0.2, linewidth=0, color=style["color"])
 
 
 def read_log(path):
@@ -184,6 +195,7 @@ def read_metrics(run):
     lines = read_log(run / "metrics.jsonl")
     seconds = [sum(line.get("seconds", {}).values()) for line in lines]
     table = pandas.DataFrame(lines).assign(minutes=numpy.cumsum(seconds) / 60)
+    require(table.step.is_unique, f"{run}/metrics.jsonl repeats step {table.step.mode()[0]}")
     return table.set_index("step", drop=False)
 
 

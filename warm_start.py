@@ -92,8 +92,9 @@ def read_demonstrations(path):
         boxed = isinstance(solution, str) and split_answer(solution)
         require(boxed, rf"{path}, row {number}: expected a `solution` with a closed \boxed{{...}}")
         try:
+            solution.encode()  # a lone surrogate is valid in JSON, but not in UTF-8
             demonstrations.append((to_problem(row | {"answer": boxed[1]}, "text"), solution))
-        except cli.InputError as reason:
+        except (cli.InputError, UnicodeEncodeError) as reason:
             raise cli.InputError(f"{path}, row {number}: {reason}") from reason
     require(demonstrations, f"{path} is empty")
     return demonstrations

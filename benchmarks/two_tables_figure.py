@@ -1,6 +1,6 @@
 """The figure and the table of the two tables: examples/two_tables.py in batches, in many settings.
 
-    python benchmarks/two_tables_figure.py     # runs/two_tables.png, in a minute
+    python benchmarks/two_tables_figure.py     # runs/two_tables.png, in two minutes
     python benchmarks/two_tables_figure.py --forms 16 --lr .05 .1 .2 .4
     python benchmarks/two_tables_figure.py --causes     # in five minutes
 
@@ -9,7 +9,6 @@ There are S solutions and V = S F answers. pass@1 is the probability of value 0 
 are wrong values after the right solution. ".8 at" is the first step with a mean pass@1 of .8.
 """
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 
 sys.path.append(sys.path[0] + "/..")  # where cer.py and rloo.py are
 from cer import cer
-from engine.cli import Parser, number, require, run_script
+from engine.cli import Parser, number, run_script
 from plot import COLOURS
 from rloo import leave_one_out
 
@@ -35,8 +34,7 @@ def two_tables(K, F, slip, skew=0.0, own_forms=False, S=6):
     return prior.log().repeat(K, 1).requires_grad_(), phi.requires_grad_()
 
 
-def judge(reward, theta, phi, s, a, reference, M, all_columns=False, divide_by_std=False,
-          in_order=False):  # fmt: skip
+def judge(reward, theta, phi, s, a, reference, M, all_columns=False, by_std=False, in_order=False):
     """Samples s, a [K, B, N] and references [K, B] -> R [K, B, N], and the losses [K, B]. With
     all_columns the columns of CER's W are the S solutions, one each, instead of the sampled ones.
     With in_order a group is left out if a wrong solution gives its reference most often."""
@@ -59,7 +57,7 @@ def judge(reward, theta, phi, s, a, reference, M, all_columns=False, divide_by_s
     }[reward]
     A = leave_one_out(R)
     # GRPO divides by the group's standard deviation. The paper does not.
-    A = A / (R.std(-1, keepdim=True) + 1e-6) if divide_by_std else A
+    A = A / (R.std(-1, keepdim=True) + 1e-6) if by_std else A
     A = A * (of_reference.argmax(-1, keepdim=True) == 0) if in_order else A
     # In place of the sampled answer VeriFree teaches the reference, weighted by its probability R.
     taught, weight = (reference, R) if reward == "VeriFree" else (a, A)
@@ -68,12 +66,12 @@ def judge(reward, theta, phi, s, a, reference, M, all_columns=False, divide_by_s
 
 
 def train(reward, forms=8, slip=0.3, skew=0.0, own_forms=False, N=8, M=None, questions=4, steps=100,
-          seeds=200, seed=0, fixed_form=False, fixed_answers=False,
-          optimizer=torch.optim.Adam, lr=0.05, **judging):  # fmt: skip
+          seeds=200, fixed_form=False, fixed_answers=False, optimizer=torch.optim.Adam, lr=0.05,
+          **judging):  # fmt: skip
     """Train one policy per seed -> pass@1 and slips left, both [seeds, steps + 1]. M = None means
     M = N. With fixed_form the question is the same at every step, and its reference has form 0.
     With fixed_answers only pi(s) learns. judging: options of judge."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     theta, phi = two_tables(seeds, forms, slip, skew, own_forms)
     optimizer, curves = optimizer([theta, phi.requires_grad_(not fixed_answers)], lr=lr), []
     for _ in range(steps + 1):
@@ -81,9 +79,8 @@ def train(reward, forms=8, slip=0.3, skew=0.0, own_forms=False, N=8, M=None, que
         right = pi_a[..., :forms].sum(-1)  # pi(value 0|s)  [K, S]
         curves.append(torch.stack([(pi_s * right).sum(-1), 1 - right[:, 0]]))
         reference = torch.randint(1 if fixed_form else forms, (seeds, questions))
-        s = pi_s.multinomial(questions * N, replacement=True)  # [K, B N]
-        a = pi_a[torch.arange(seeds)[:, None], s].flatten(0, 1).multinomial(1)
-        s, a = s.view(seeds, questions, N), a.view(seeds, questions, N)
+        s = pi_s.multinomial(questions * N, replacement=True).view(seeds, questions, N)
+        a = pi_a[torch.arange(seeds)[:, None, None], s].flatten(0, 2).multinomial(1).view_as(s)
         R, losses = judge(reward, theta, phi, s, a, reference, M or N, **judging)
         optimizer.zero_grad()
         losses.mean(1).sum().backward()  # the policies share no weights
@@ -103,26 +100,24 @@ CAUSES = {f"own forms, sd {sd}": {"skew": float(sd), "own_forms": True} for sd i
     "only pi(s) learns": {"fixed_answers": True},
     "64 questions": {"questions": 64},
     "all six columns": {"all_columns": True},
-    "8, unequal, std, in order": {"forms": 8, "skew": 2.0, "divide_by_std": True, "in_order": True},
+    "8, unequal, std, in order": {"forms": 8, "skew": 2.0, "by_std": True, "in_order": True},
     "SGD, lr: 20, 200 steps": {"optimizer": torch.optim.SGD, "lr": 20.0, "steps": 200},
 }
 
 
-def draw_panel(axis, title, curves, **options):
+def draw_panel(axis, title, curves, steps, **options):
     """curves: name -> its own options. A name begins with its reward. Also prints a table."""
-    steps = options["steps"]
     columns = range(0, steps + 1, max(1, steps // 4))
     print(f"\n{title:28}" + "".join(f"{t:6}" for t in columns) + "   slips  .8 at")
     for name, own in curves.items():
         reward = name.split(",")[0]
-        found = train(reward, **options | own)
+        found = train(reward, steps=steps, **options | own)
         mean, slips = found.mean(1)
         reached = next((t for t in range(steps + 1) if mean[t] >= 0.8), "-")
         row = "".join(f"{x:6.3f}" for x in mean[columns])
         print(f"  {name:26}{row}{slips[-1]:8.3f}{reached:>7}", flush=True)
         colour, dashes, width = CURVES[reward]
-        again = [line.get_color() for line in axis.lines].count(colour)
-        dashes = (dashes, "--", "-.", ":")[again % 4]
+        dashes = dashes if name in CURVES else ("-", "--", "-.", ":")[len(axis.lines)]
         axis.plot(mean, dashes, color=colour, linewidth=width, label=name)
         band = 1.96 * found[0].std(0) / len(found[0]) ** 0.5
         axis.fill_between(range(steps + 1), mean - band, mean + band, color=colour, alpha=0.2)
@@ -136,33 +131,31 @@ def main():
     add, count = parser.add_argument, number(int, 1)
     add("--forms", type=count, nargs="+", default=[1, 4, 16], help="a panel for each")
     add("--lr", type=number(float, 0), nargs="+", default=[0.05], help="learning rates, likewise")
-    add("--slip", type=number(float, 0, 1), default=0.3, help="probability of a slip")
     add("--steps", type=count, default=100, help="optimizer steps")
     add("--seeds", type=number(int, 2), default=200, help="policies trained at once")
     add("--causes", action="store_true", help="other panels, which tell causes apart")
     add("--out", type=Path, default=Path("runs/two_tables.png"), help="the figure")
     args = parser.parse_args()
-    require(args.out.suffix in (".png", ".svg", ".pdf"), f"--out {args.out}: expected .png or .svg")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # in tensors this small, threads mostly wait for each other
 
-    same = {"slip": args.slip, "steps": args.steps, "seeds": args.seeds, "lr": args.lr[0]}
+    same = {"steps": args.steps, "seeds": args.seeds, "lr": args.lr[0]}
     panels = {}  # title -> (its options, its curves)
-    every = dict.fromkeys(CURVES, {})
-    for F, lr in itertools.product(args.forms, args.lr):
+    every, three = (dict.fromkeys(c, {}) for c in (CURVES, ["VeriFree", "exact match", "CER"]))
+    for F, lr in [(F, lr) for F in args.forms for lr in args.lr]:
         panels[f"forms: {F}, lr: {lr:g}"] = {"forms": F, "lr": lr}, every
     panels["forms: 8, by M"] = {}, {f"CER, M = {M}": {"M": M} for M in (8, 4, 2, 1)}
     panels["forms: 8, a* fixed"] = {"fixed_form": True}, every
-    unequal = {"perfect verifier": {}, "CER": {}, "CER, divided by std": {"divide_by_std": True}}
+    unequal = {"perfect verifier": {}, "CER": {}, "CER, divided by std": {"by_std": True}}
     panels["forms: 8, unequal"] = {"skew": 2.0}, unequal
     if args.causes:
-        panels = {title: ({"forms": 16} | change, every) for title, change in CAUSES.items()}
+        panels = {title: ({"forms": 16} | change, three) for title, change in CAUSES.items()}
     rows = -(-len(panels) // 3)
     figure = plt.figure(figsize=(9.5, 3 * rows), layout="constrained")
     for place, (title, (options, curves)) in enumerate(panels.items(), start=1):
         draw_panel(figure.add_subplot(rows, 3, place), title, curves, **same | options)
     figure.legend(handles=figure.axes[0].lines, loc="outside upper center", ncols=5, frameon=False)
-    figure.supxlabel(f"step (probability of a slip {args.slip:g}, N = 8 samples)")
+    figure.supxlabel("step (probability of a slip .3, N = 8 samples)")
     figure.savefig(args.out, dpi=180)
 
 

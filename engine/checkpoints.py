@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import time
 from hashlib import sha256
 
 import torch
@@ -70,6 +71,8 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
     if is_rank_0():
         shutil.rmtree(partial, ignore_errors=True)
+        if partial.exists():  # it cannot be deleted
+            partial.rename(partial.with_name(f"partial-{time.time_ns()}"))
     dist.barrier()
     try:
         state = training_state(policy, optimizer)
@@ -84,8 +87,9 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
         if is_rank_0():
             shutil.rmtree(partial, ignore_errors=True)
         last = ["none", *(path.name for _, path in checkpoints(out))][-1]
-        problem = f"cannot save {directory} ({reason(error)})"
-        raise InputError(f"{problem}; the last complete checkpoint is {last}") from error
+        raise InputError(
+            f"cannot save {directory} ({reason(error)}); the last complete checkpoint is {last}"
+        ) from error
     os.sync()
     dist.barrier()
     if is_rank_0():

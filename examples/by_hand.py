@@ -64,7 +64,11 @@ for title, kinds in groups.items():
 
 # ---------------------------------------------------------------- the same example as three squares
 
-KINDS = {"A": "#0b5fa5", "B": "#1b7f5c", "C": "#a83279"}  # colours that colour-blind eyes tell apart
+KINDS = {
+    "A": "#0b5fa5",
+    "B": "#1b7f5c",
+    "C": "#a83279",
+}  # colours that colour-blind eyes tell apart
 FILL, PALE_FILL, INK, LINE = "#e88427", "#f8d9b8", "#1c1e22", "#8a3d04"
 
 
@@ -74,12 +78,12 @@ def draw(path):
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "by_hand", "font.size": 10.5, "text.color": INK}
+    matplotlib.rcParams |= {"svg.hashsalt": "by_hand", "font.size": 11.5, "text.color": INK}
     import matplotlib.pyplot as plt
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
     def box(axis, x, y, width, height, colour, alpha=1.0):
-        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.8, "alpha": alpha}
+        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5, "alpha": alpha}
         axis.add_patch(plt.Rectangle((x, y), width, height, **style))
 
     def write(axis, x, y, text, **style):
@@ -104,10 +108,10 @@ def draw(path):
             parts += [*plus, times, (short(height, 2), LINE if digits == 3 else KINDS[kind])]
         return parts
 
-    figure, axes = plt.subplots(1, 3, figsize=(8.85, 4.5), facecolor="white")
-    figure.subplots_adjust(left=0.015, right=0.985, bottom=0.19, top=0.75, wspace=0.22)
+    figure, axes = plt.subplots(1, 3, figsize=(8.85, 5), facecolor="white")
+    figure.subplots_adjust(left=0.015, right=0.985, bottom=0.25, top=0.75, wspace=0.22)
     question = '"3 bags of 4 eggs and 2 more eggs. How many eggs?"  The reference answer a* is 14.'
-    figure.text(0.5, 0.975, question, ha="center", va="top", fontsize=12)
+    figure.text(0.5, 0.975, question, ha="center", va="top", fontsize=12.5)
     titles = {
         "The model": "width: prior π(s|q)\nheight: likelihood π(a|s,q)",
         "Solutions that lead to “14 eggs”": "width: posterior π(s|a,q)\nheight: P = π(a*|s,q)",
@@ -116,7 +120,7 @@ def draw(path):
     for axis, (title, sides) in zip(axes, titles.items()):
         axis.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], aspect="equal")
         axis.spines[:].set_color("#888888")
-        write(axis, 0.5, 1.225, title, weight="bold", fontsize=11.5)
+        write(axis, 0.5, 1.225, title, weight="bold")
         write(axis, 0.5, 1.09, sides)
     for axis in axes[1:]:
         write(axis, -0.11, 0.5, "→", fontsize=20)
@@ -135,14 +139,14 @@ def draw(path):
         write(model, x + width / 2, -0.06, f"{kind} {short(width, 1)}", color=colour, weight="bold")
         x += width
     formula(model, -0.15, *terms(prior, likelihood[:, chosen], 1))
-    formula(model, -0.24, (f"= π(14 eggs|q) = {short(p_answer[chosen])} (dark)", INK))
+    formula(model, -0.25, (f"= π(14 eggs|q) = {short(p_answer[chosen])} (dark)", INK))
 
     x = 0
     for k, (kind, colour) in enumerate(KINDS.items()):
         width = posterior[k, chosen].item()
         box(leading, x, 0, width, 1, colour, 0.22)
         box(leading, x, 0, width, P[k].item(), FILL)
-        place = {"A": 0.4, "B": 0.89, "C": 1.1}[kind]  # beside narrow columns
+        place = {"A": 0.36, "B": 0.845, "C": 1.11}[kind]  # beside narrow columns
         write(leading, place, -0.06, f"{kind} {short(width)}", color=colour, weight="bold")
         x += width
     mean = rho[chosen].item()
@@ -150,7 +154,7 @@ def draw(path):
     write(leading, 0.43, 0.55, f"P = {short(P[0], 2)}")
     write(leading, 0.43, mean - 0.07, f"mean height: ρ = {short(mean)}")
     formula(leading, -0.15, *terms(posterior[:, chosen], P, 3))
-    formula(leading, -0.24, (f"= ρ(14 eggs, 14) = {short(mean)}", LINE))
+    formula(leading, -0.25, (f"= ρ(14 eggs, 14) = {short(mean)}", LINE))
 
     x = 0
     for u, (answer, width) in enumerate(zip(answers, p_answer.tolist())):
@@ -166,7 +170,8 @@ def draw(path):
     write(rewards, 0.64, 0.8, "Exact match and\nthe bars have the\nsame area")
     formula(rewards, -0.15, (f"exact match: {short(star)}×1 = {short(star)}", INK))
     total = "+".join(short(area) for area in areas)
-    formula(rewards, -0.24, (f"CER: {total} = {short(sum(areas))}", LINE))
+    formula(rewards, -0.25, (f"CER: {total}", LINE))
+    formula(rewards, -0.35, (f"= {short(sum(areas))}, the same mean", LINE))
 
     figure.savefig(path, dpi=96, metadata={"Date": None})
     print(f"\nfigure: {path}")

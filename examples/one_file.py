@@ -3,7 +3,7 @@ r"""CER in one file: a language model answers, judges its own answers, and learn
     python examples/one_file.py     # five minutes on one CPU core
 
 This is the whole method with a real (tiny) language model, and nothing is fast. Every answer is
-scored after every solution by a full forward pass of its own. The rest of the repository computes
+scored after every solution by one or two full forward passes. The rest of the repository computes
 the same rewards and the same gradient in batches (tests/test_one_file.py compares them). Only an
 answer with braces of its own, such as \frac{1}{2}, is not found here.
 
@@ -34,7 +34,8 @@ B, N, STEPS, LR, MAX_NEW_TOKENS = 16, 8, 50, 6e-4, 32
 
 def sample(model, tokenizer, prompt):
     """Sample N completions of a prompt -> N lists of token ids, each up to its first stop token."""
-    distribution = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)  # the model's own
+    # pi itself, unchanged: the solutions must be samples of the prior pi(s|q).
+    distribution = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     prompts = torch.tensor([prompt] * N)
     out = model.generate(prompts, max_new_tokens=MAX_NEW_TOKENS, **distribution)
     completions = out[:, len(prompt) :].tolist()
@@ -56,15 +57,17 @@ def join(tokenizer, ids):
 
 
 def cut(tokenizer, ids):
-    r"""Cut a completion just before the brace of its last closed box -> (the ids of the solution,
-    which end with \boxed; the answer in the box), or None if no box is closed."""
-    boxes = list(re.finditer(rb"\\boxed(\{([^{}]*)\})", join(tokenizer, ids)))
+    r"""Cut a completion at its last closed box -> (the ids of the solution, up to and including
+    \boxed; the answer between the braces), or None if no box is closed. (The toy's tokenizer never
+    merges \boxed with the brace that follows.)"""
+    text = join(tokenizer, ids)
+    boxes = list(re.finditer(rb"\\boxed(?P<box>\{(?P<answer>[^{}]*)\})", text))
     if not boxes:
         return None
     length = 0
-    while len(join(tokenizer, ids[:length])) < boxes[-1].start(1):
+    while len(join(tokenizer, ids[:length])) < boxes[-1].start("box"):
         length += 1
-    return ids[:length], boxes[-1][2].decode("utf-8", "replace")
+    return ids[:length], boxes[-1]["answer"].decode("utf-8", "replace")
 
 
 # 2. Reward: R = D^-1 W P. -------------------------------------------------------------------------
@@ -77,7 +80,7 @@ def log_probs(model, ids):
 
 @functools.cache
 def closers(tokenizer, rest):
-    """All tokens that begin with these bytes."""
+    """All tokens that finish an answer of which these bytes are left. Any text may follow them."""
     return [v for v, piece in enumerate(token_bytes(tokenizer)) if piece.startswith(rest)]
 
 
@@ -87,30 +90,34 @@ def log_pi(model, tokenizer, context, answer):
     closes the box. The context ends just before the brace that opens the box.
 
     The closing brace often shares its token with its neighbours: "{14}" may end in the tokens `}`
-    or `}.` after "{14", and in `4}` after "{1". So the answer is finished by first writing a
+    or `}.` after "{14", and in `4}` after "{1". So the model finishes the answer by first writing a
     beginning t_1..t_i of its tokens, and then any token that begins with the rest of "{answer}".
-    The probability is the sum over all beginnings. A brace can change the tokens before it, so the
-    tokens of "{answer" and those of "{answer}" both count; a beginning that both share is one key.
+    Different beginnings exclude each other, so their probabilities add up.
+
+    A brace can also change the tokens before it: some tokenizers end "(C)}" with the token `)}`,
+    but "(C)}}" with `)` and `}}`. So the beginnings of both count. One that they share is one key,
+    and counts once. (Rarer ways to spell an answer are left out: this is a lower bound.)
     """
     finished = f"{{{answer}}}".encode()
     without_brace = tokenizer.encode("{" + answer, add_special_tokens=False)
     with_brace = tokenizer.encode("{" + answer + "}", add_special_tokens=False)
     ways = {}  # beginning -> log pi of the beginning and of a token that closes the box after it
-    for tokens in {tuple(without_brace), tuple(with_brace[:-1])}:  # the last one holds the brace
-        logp = log_probs(model, [*context, *tokens])[len(context) - 1 :]  # [k + 1, V]
+    for tokens in {tuple(without_brace), tuple(with_brace[:-1])}:  # the last token is the brace's
+        logp = log_probs(model, [*context, *tokens])[len(context) - 1 :]  # [len(tokens) + 1, V]
         for i in range(len(tokens) + 1):
             beginning = tokens[:i]
             rest = finished[len(join(tokenizer, beginning)) :]
-            log_beginning = logp[range(i), beginning].sum()
+            log_beginning = logp[range(i), beginning].sum()  # 0 for the empty beginning
             ways[beginning] = log_beginning + logp[i, closers(tokenizer, rest)].logsumexp(0)
     return torch.stack(list(ways.values())).logsumexp(0)
 
 
 def rewards(model, tokenizer, prompt, completions, reference):
-    """R [N] of the completions of one question. One without an answer gets 0."""
+    """R [N] of the completions of one question. Without a closed box, or with an empty one, it is
+    0. An empty box keeps its column in W, since its solution is a sample like any other."""
     boxes = [cut(tokenizer, ids) for ids in completions]
     contexts = [prompt + box[0] for box in boxes if box]
-    log_W = {}  # answer -> its row of log W: log pi(answer | s_j, q) for every solution s_j
+    log_W = {}  # answer -> its row of log W: log pi(answer | s_j, q), one column a closed box
     for answer in {reference, *(box[1] for box in boxes if box)}:
         scores = [log_pi(model, tokenizer, context, answer) for context in contexts]
         log_W[answer] = torch.tensor(scores)
@@ -119,7 +126,7 @@ def rewards(model, tokenizer, prompt, completions, reference):
     R = torch.zeros(len(boxes))
     for i, box in enumerate(boxes):
         if box and box[1]:
-            posterior = log_W[box[1]].softmax(0)  # row i of W, divided by its sum: pi(s_j | a_i, q)
+            posterior = log_W[box[1]].softmax(0)  # pi(s_j | a_i, q): its row of W over its sum
             R[i] = posterior @ P
     return R
 
@@ -147,8 +154,10 @@ def main():
         for question in order.sample(questions, B):
             prompt = tokenizer.encode(question["question"] + "\n")
             completions = sample(model, tokenizer, prompt)
-            R = rewards(model, tokenizer, prompt, completions, question["answer"])  # constants
+            R = rewards(model, tokenizer, prompt, completions, question["answer"])
             A = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
+            # R and A are constants (log_pi has no gradient). With a gradient through R the step
+            # would be that of exact match in expectation, because both have the same mean reward.
             for ids, A_i in zip(completions, A):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients
@@ -160,7 +169,7 @@ def main():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}/{STEPS}  mean reward {mean_reward:.3f}  right answers {right:.2f}")
+        print(f"step {step}/{STEPS}  mean reward {mean_reward:.3f}  right answers {right:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # %% [markdown]
-"""The shortest complete program of the method. Its policy is nothing but two tables.
+"""The method with a policy that is no network, only two tables. The file ends with exercises.
+The whole method with a language model is one_file.py.
 
     python examples/two_tables.py     # ten seconds on one core
 
@@ -9,7 +10,7 @@ value s, and slips to another value with probability SLIP. Each value can be wri
 printed as "0c" if it is value 0 in form c. At the start all forms are equally likely. A reference
 a* is value 0 in a random form, drawn anew for every question, so no form can be learned.
 
-The file opens as a notebook in editors that know "# %%". The exercises are in its last cell.
+The file opens as a notebook in editors that know "# %%".
 """
 
 # %%
@@ -23,6 +24,7 @@ from rloo import leave_one_out
 
 S, F, SLIP = 6, 16, 0.3
 B, N, STEPS, SEEDS = 4, 8, 50, 5  # a step takes B questions and N samples of each
+torch.set_num_threads(1)  # in tensors this small, threads only wait for each other
 
 
 # %% The policy: theta, the logits of pi(s), and phi, the logits of pi(a|s).

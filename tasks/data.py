@@ -68,8 +68,10 @@ def load_problems(name_or_path, limit=None, verifier=None):
         if problem.reference != problem.reference.strip():
             noted["the reference has whitespace at an end, which is part of a*"].append(number)
     notes = [f"{what}: rows {first_three(numbers)}" for what, numbers in noted.items()]
-    columns = ", ".join(rows[0])
-    require(problems, f"{name}: no row can be used ({'; '.join(notes)}); the columns are {columns}")
+    require(
+        problems,
+        f"{name}: no row can be used ({'; '.join(notes)}); the columns are {', '.join(rows[0])}",
+    )
     if len(problems) < len(rows):
         say(f"{name}: left out {len(rows) - len(problems)} of {len(rows)} rows")
     for note in notes:
@@ -146,6 +148,7 @@ def find_reference(row):
     answer = (row.get("options") and row.get("answer_letter")) or row.get("answer")
     in_solution = answer in (None, "")
     text = as_text(row.get("solution") if in_solution else answer) or ""
+    text = text.rsplit("\n#### ")[-1]  # GSM8K writes its working before this mark
     box = split_answer(text)
     if in_solution or (box and text.strip() == rf"\boxed{{{box[1]}}}"):
         text = box[1] if box else ""

@@ -66,14 +66,14 @@ def qwen_tokenizer(shared_data):
 # --------------------------------------------------------------------------- scripts and their runs
 
 
-def run_script(module, arguments):
+def run_script(module, arguments, *more):
     """Run a script in this process -> (exit code, stdout, stderr)."""
     if dist.is_initialized():
         dist.destroy_process_group()
     handlers = {number: signal.getsignal(number) for number in STOPS}
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", [module.__file__, *arguments.split()])
+        patch.setattr(sys, "argv", [module.__file__, *arguments.split(), *more])
         with pytest.raises(SystemExit) as stop:
             cli.run_script(module.main)
     for number, handler in handlers.items():

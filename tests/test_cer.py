@@ -113,6 +113,8 @@ def test_what_cannot_be_scored_is_refused(tokenizer):
     model = tiny_model(len(tokenizer))
     with pytest.raises(ValueError, match="at least one token"):
         answer_logprobs(model, tokenizer, [[]], ["14"])
+    with pytest.raises(ValueError, match="eval mode"):
+        answer_logprobs(model.train(), tokenizer, [[5]], ["14"])
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="sdpa"):
         answer_logprobs(model, tokenizer, [[5]], ["14"])

@@ -55,6 +55,7 @@ def test_the_columns_of_the_hub(load_rows, capsys):
         (" 14 ", {"question": "b", "answer": " 14 "}),  # never rewritten
         (r"\{1\}", {"question": "b", "answer": r"\{1\}"}),
         ("3", {"question": "b", "answer": r"\boxed{3}"}),  # but for a box around all of it
+        ("72", {"question": "c", "answer": "48/2 = 24\n#### 72"}),  # GSM8K
         ("0", {"question": "c", "answer": 0}),
         ("27", {"question": "g", "answer": 27.0}),  # a column of integers with a gap
         ("1e+23", {"question": "g", "answer": 1e23}),  # the integer is 99999999999999991611392
@@ -63,9 +64,9 @@ def test_the_columns_of_the_hub(load_rows, capsys):
     ]
     problems = load_rows([row for _, row in rows])
     assert [problem.reference for problem in problems] == [reference for reference, _ in rows]
-    assert [problem.verifier for problem in problems] == ["text"] * 9 + ["letter"] * 2
-    assert problems[9].question == "f\nA: p\nB: q"
-    assert problems[10].question.endswith("\nK: 10\nL: 11")
+    assert [problem.verifier for problem in problems] == ["text"] * 10 + ["letter"] * 2
+    assert problems[10].question == "f\nA: p\nB: q"
+    assert problems[11].question.endswith("\nK: 10\nL: 11")
     assert "whitespace at an end, which is part of a*: rows 4\n" in capsys.readouterr().err
 
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from conftest import on_devices, tiny_model
 from gpu import QWEN3_4B
 from one_file import log_probs
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 from engine import load, memory, policy, sampling
 from engine.cli import InputError
@@ -269,3 +270,34 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         with pytest.raises(InputError, match=f"the host needs about {needed}.* and 5 GB are free"):
             memory.check_host(actor, tmp_path, False, 1)
+
+
+def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path):
+    """Otherwise the library fills in random ones."""
+    model = tiny_model(len(tokenizer))
+    save(tmp_path / "nan", model, tokenizer)
+    weights = load_file(tmp_path / "nan" / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": torch.full((32,), torch.nan)},
+        tmp_path / "nan" / "model.safetensors",
+        {"format": "pt"},
+    )
+    save(tmp_path / "lost", model, tokenizer)
+    save_file(
+        {name: w for name, w in weights.items() if "layers.1.mlp" not in name},
+        tmp_path / "lost" / "model.safetensors",
+        {"format": "pt"},
+    )
+    for name, says in ("nan", "hold nan"), ("lost", r"lacks 3 weights, such as .*layers.1.mlp"):
+        with pytest.raises(InputError, match=says):
+            load.load(tmp_path / name, "cpu")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "falcon"])
+def test_a_verifier_of_another_layout_generates(tokenizer, family):
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval()
+    load.reset_generation_config(model, tokenizer)
+    rows, _ = generate(model, [[5, 6], [7, 8, 9]], 4, temperature=1e-42)  # as good as greedy
+    assert rows == generate(model, [[5, 6], [7, 8, 9]], 4, temperature=0)[0]

@@ -17,6 +17,7 @@ from tasks.data import load_problems
 def sampled(toy_model_dir):
     """The toy's model, its tokenizer, and three groups that it sampled. Some box nothing."""
     model, tokenizer = load(toy_model_dir, "cpu")
+    torch.manual_seed(1)
     groups = sample(model, tokenizer, load_problems("toy", 3), 6, 18)
     answers = [answer for group in groups for answer in group.answers]
     assert None in answers and len(set(answers)) > 6

@@ -14,7 +14,7 @@ GROUP |= {"answers": ["15", "14 eggs", None, "14", ""], "R": [0.1, 0.6, 0.0, 0.7
 GROUP |= {"distinct_answers": ["15", "14 eggs", "14", ""], "columns": [0, 1, 3, 4]}
 GROUP["log_W"] = [
     [-0.1, None, None, None],
-    [-900.0, -901.6, -902.3, -900.0],  # too small for a float, but not for a softmax
+    [-902.3, -900.0, -900.0, -901.6],  # too small for a float, but not for a softmax
     [None, -2.3, -0.7, None],
     [None, None, None, -3.0],
 ]
@@ -47,21 +47,24 @@ def test_the_matrices_of_a_question(script, figures):
     assert labels == ["14 = a*", "14 eggs", "15", "(empty)", "(no answer)"]
     assert [text.get_text() for text in R.texts] == [".700", ".600", ".100", ".000", ".000"]
     cells = [text.get_text() for text in W.texts]  # masked ones are blank
-    assert cells == [".83", ".17", ".04", ".09", ".43", ".43", "1.00", "1.00"]
+    assert cells == [".83", ".17", ".43", ".43", ".04", ".09", "1.00", "1.00"]
     assert [text.get_text() for text in P.texts] == [".607", ".497", ".000", ".000"]
+    assert [line.get_ydata()[0] for line in R.lines] == [1.5, 2.5, 3.5]  # rows 0 and 1 agree
 
 
 def test_learning_curves_join_the_seeds(script, figures):
     for name, reward, seed in ("a", "cer", 0), ("b", "cer", 1), ("c", "exact", 0):
         seconds = {"sample": 60 + 60 * seed, "reward": 0, "update": 60}  # 2 or 3 minutes a step
         lines = [{"step": k, "reward": 0.1 + seed, "seconds": seconds} for k in range(1, 5)]
-        lines[1]["pass_at_1"] = lines[3]["pass_at_1"] = 0.4
+        lines[1]["pass_at_1"], lines[3]["pass_at_1"], lines[3]["truncated"] = 0.4, 0.4, 0.003
         write_run(name, [{"step": 0, "pass_at_1": 0.3}, *lines], [], reward=reward, seed=seed)
     code, _, err = script(plot, "a b c --out curves.png")
     assert code == 0 and Path("curves.png").exists(), err
-    reward, pass_at_1, by_time = figures[0].axes
+    reward, pass_at_1, by_time, cut = figures[0].axes
     assert [text.get_text() for text in figures[0].legends[0].texts] == ["cer", "exact"]
     assert reward.lines[0].get_ydata()[-1] == pytest.approx(0.6)  # the mean of .1 and 1.1
+    assert reward.collections[0].get_datalim(reward.transData).height == pytest.approx(1)  # a band
+    assert cut.get_ylim()[1] == pytest.approx(0.104)  # so that .003 looks small
     assert list(pass_at_1.lines[0].get_xdata()) == [0, 2, 4]
     assert list(by_time.lines[0].get_xdata()) == [0, 5, 10]
 
@@ -77,3 +80,16 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, line):
     write_run("a", [line], [])
     code, _, err = script(plot, "a")
     assert code == 0 and Path("a/curves.svg").exists(), err
+
+
+@pytest.mark.parametrize("wrong", [{"R": [0.1]}, {"log_P": [-0.7]}, {"distinct_answers": ["15"]}])
+def test_matrices_that_do_not_match_the_samples(script, wrong):
+    write_run("a", [], [GROUP | wrong])
+    assert "step 3: log_W and log_P do not match the samples" in script(plot, "a --question 0")[2]
+
+
+def test_metrics_that_cannot_be_drawn(script):
+    write_run("a", [{"step": 1, "reward": None}], [])
+    write_run("b", [{"step": 1, "reward": 0.1}] * 2, [])
+    assert "plot.py: cer: no step has a value for reward in every seed\n" == script(plot, "a")[2]
+    assert script(plot, "b")[::2] == (2, "plot.py: b/metrics.jsonl repeats step 1\n")

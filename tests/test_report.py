@@ -54,7 +54,9 @@ def test_a_log_has_a_line_a_step(finished_run):
     assert re.search(r"reward +first \S+, last \S+ \(means of 1 steps\)", out)
     assert re.search(r"pass@1 +first \S+ ± \S+, last \S+ ± \S+ \(", out)
     assert "not changed" not in out
-    assert re.search(r"before training  pass@1 \S+ ± \S+\n  a sample: .* -> .*\((right|wrong, a\*)", err)
+    assert re.search(
+        r"before training  pass@1 \S+ ± \S+\n  a sample: .* -> .*\((right|wrong, a\*)", err
+    )
     assert re.search(r"never had a reward of 0.0001, such as\n    .* How many \w+\?", out)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -55,6 +56,16 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, finished_run, sto
     assert samples[6]["question"] == read_rows(finished_run / "samples.jsonl")[6]["question"]
     own_mean = sum(samples[6]["R"] + samples[7]["R"]) / 8
     assert metrics[4]["reward"] != pytest.approx(own_mean)  # the other rank's questions count too
+
+
+def test_a_checkpoint_without_some_of_its_files_is_refused(tmp_path, script, stopped_run):
+    """Otherwise the base model's weights, or moments of 0, would take the place of what is lost."""
+    finish(start_ranks(2, run_in, tmp_path, train.main, "--out run --resume --steps 3"))
+    files = list(stopped_run.glob("checkpoints/step-3/training/*.safetensors"))
+    assert len(files) >= 2
+    files[0].unlink()
+    code, _, err = script(train, "--out run --resume --steps 4")
+    assert code == 2 and re.search(r"step-3/training holds [\d,]+ of [\d,]+ numbers of", err), err
 
 
 def test_an_error_names_its_rank(script, monkeypatch):

@@ -2,13 +2,14 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import written_by
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 import evaluate
 import plot
@@ -17,7 +18,7 @@ import warm_start
 from engine import files
 from engine.files import read_rows, to_jsonl
 from reward_functions import REWARDS
-from tasks import general_verifier
+from tasks import general_verifier, toy_model
 from tasks.data import in_epochs
 
 
@@ -168,6 +169,59 @@ def test_an_interrupted_evaluation_goes_on(script, toy_model_dir, monkeypatch):
     assert summary["answered"] == pytest.approx(answered / 15) and 0 < answered < 15
 
 
+def test_an_evaluation_loses_no_sample_and_mixes_no_models(
+    script, toy_model_dir, tmp_path, monkeypatch
+):
+    """A disk that is full for a moment, and new weights under an old name."""
+    model = shutil.copytree(toy_model_dir, tmp_path / "model")
+    flags = f"--model {model} --limit 5 --runs 3 --out e --max-new-tokens 18 --dataset toy-test,toy"
+    written = files.append_rows
+
+    def full(path, rows):
+        written(path, rows[:4])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(evaluate, "append_rows", full)
+    assert script(evaluate, flags)[0] == 2
+    monkeypatch.setattr(evaluate, "append_rows", written)
+    assert script(evaluate, flags)[0] == 0
+    assert [row["dataset"] for row in read_rows("e/samples.jsonl")] == ["toy-test"] * 15 + [
+        "toy"
+    ] * 15
+    code, _, err = script(evaluate, f"{flags} --seed 1")
+    assert code == 2 and "with other seed" in err
+    assert "toy-test: from e/results.json" in script(evaluate, flags)[2]
+    toy_model.warm_start(model, seed=1, steps=3)
+    code, _, err = script(evaluate, flags)
+    assert code == 2 and "an evaluation with other weights" in err
+
+
+def test_a_model_is_asked_one_question(script, toy_model_dir):
+    asked = ["--ask", "Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"]
+    code, out, err = script(
+        evaluate, f"--model {toy_model_dir} --max-new-tokens 32 --runs 3", *asked
+    )
+    assert code == 0 and out.count("\n-> ") == 3 and "boxed" in out, err
+    assert not list(Path().iterdir())
+
+
+def test_a_supervised_start_on_a_full_disk_leaves_nothing(script, toy_model_dir, monkeypatch):
+    Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
+
+    def full(self, path, **options):
+        Path(path).mkdir()
+        (Path(path) / "half").write_text("")
+        raise RuntimeError("SafetensorError: No space left on device")
+
+    flags = f"--model {toy_model_dir} --data demos.jsonl --out warm --epochs 2"
+    with monkeypatch.context() as patch:
+        patch.setattr(Qwen3ForCausalLM, "save_pretrained", full)
+        code, _, err = script(warm_start, flags)
+    assert code == 2 and "cannot save warm (SafetensorError: No space left" in err, err
+    assert [path.name for path in Path().iterdir()] == ["demos.jsonl"]
+    assert "samples of demonstrated questions box an answer" in script(warm_start, flags)[1]
+
+
 # ---------------------------------------------------------------------------------------- bad input
 
 GOOD = '{"question": "Q?", "answer": "1"}\n'
@@ -180,6 +234,7 @@ FILES = {
     "old/results.json": "[]",
     "old/metrics.jsonl": "",
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
+    "surrogate.jsonl": '{"question": "Q?", "solution": "\\ud800 \\\\boxed{7}"}',
     "control.jsonl": '{"question": "How many<eos>?", "answer": "7"}',
 }
 FLAGS_OF = {
@@ -190,7 +245,11 @@ FLAGS_OF = {
 }
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset broken.jsonl", r"broken.jsonl, row 2: expected objects with named columns"),
-    (train, "--dataset columns.jsonl", r"columns.jsonl: no row can be used \(left out: no question .*rows 1\); .* are prompt"),
+    (
+        train,
+        "--dataset columns.jsonl",
+        r"columns.jsonl: no row can be used \(left out: no question .*rows 1\); .* are prompt",
+    ),
     (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 .* and local files \(.jsonl"),
@@ -204,12 +263,14 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
     (train, "--model Qwen/Qwen9", r"Qwen/Qwen9 \(no such directory, and .*id on the hub"),
     (train, "--resume", r"--resume needs --out"),
+    (train, "--resume --out {run} --eval-runs 3", r"eval_runs was 2 and is 3"),
     (train, "--resume --out {run} --lr 1", r"cannot change .*lr was 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
     (evaluate, "--out {run}", r"run is not empty: choose a new directory"),
     (train, "--dataset control.jsonl", r"the question 'How many<eos>\?' has a control token"),
     (evaluate, "--out old", r"old/results.json: expected an object with flags"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
+    (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .* surrogates not allowed"),
     (plot, "nowhere --question 0", r"nowhere/samples.jsonl: no such file"),
     (plot, "old", r"old/metrics.jsonl is empty: the run has no step yet"),
     (plot, "old --out picture.xyz", r"expected a name that ends in .svg or .png"),
