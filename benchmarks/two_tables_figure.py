@@ -92,8 +92,8 @@ def train(reward, forms=8, slip=0.3, skew=0.0, own_forms=False, N=8, M=None, que
 
 # The reward of a curve -> its colour, dashes and width, from the bottom of a panel to its top.
 CURVES = {"perfect verifier": ("silver", "-", 7), "Rule+CER": (COLOURS["rule+cer"], ":", 4)}
-CURVES |= {"VeriFree": (COLOURS["verifree"], "-.", 1.5)}
-CURVES |= {"exact match": (COLOURS["exact"], "--", 2.5), "CER": (COLOURS["cer"], "-", 1.5)}
+CURVES |= {"VeriFree": (COLOURS["verifree"], "-.", 2)}
+CURVES |= {"exact match": (COLOURS["exact"], "--", 2.5), "CER": (COLOURS["cer"], "-", 2)}
 
 # The panels of --causes: each changes one thing, with 16 forms unless it says otherwise.
 CAUSES = {f"own forms, sd {sd}": {"skew": float(sd), "own_forms": True} for sd in range(4)} | {
@@ -123,7 +123,7 @@ def draw_panel(axis, title, curves, steps, **options):
         axis.fill_between(range(steps + 1), mean - band, mean + band, color=colour, alpha=0.2)
     axis.set(title=title, ylabel="pass@1", ylim=(0, 1.02))
     if others := [line for line in axis.lines if line.get_label() not in CURVES]:
-        axis.legend(handles=others, frameon=False, loc="lower right", handlelength=3)
+        axis.legend(handles=others, frameon=False, loc="lower right", fontsize="x-small")
 
 
 def main():

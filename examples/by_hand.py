@@ -64,11 +64,8 @@ for title, kinds in groups.items():
 
 # ---------------------------------------------------------------- the same example as three squares
 
-KINDS = {
-    "A": "#0b5fa5",
-    "B": "#1b7f5c",
-    "C": "#a83279",
-}  # colours that colour-blind eyes tell apart
+# Colours that colour-blind eyes tell apart.
+KINDS = {"A": "#0b5fa5", "B": "#1b7f5c", "C": "#a83279"}
 FILL, PALE_FILL, INK, LINE = "#e88427", "#f8d9b8", "#1c1e22", "#8a3d04"
 
 
@@ -110,7 +107,7 @@ def draw(path):
 
     figure, axes = plt.subplots(1, 3, figsize=(8.85, 5), facecolor="white")
     figure.subplots_adjust(left=0.015, right=0.985, bottom=0.25, top=0.75, wspace=0.22)
-    question = '"3 bags of 4 eggs and 2 more eggs. How many eggs?"  The reference answer a* is 14.'
+    question = "“3 bags of 4 eggs and 2 more eggs. How many eggs?”  The reference answer a* is 14."
     figure.text(0.5, 0.975, question, ha="center", va="top", fontsize=12.5)
     titles = {
         "The model": "width: prior π(s|q)\nheight: likelihood π(a|s,q)",

@@ -116,6 +116,6 @@ def test_the_figure_and_what_it_refuses(script):
     small = "--forms 2 --lr .05 .1 --steps 4 --seeds 2"
     code, printed, _ = script(two_tables_figure, small)
     assert code == 0 and "forms: 2, lr: 0.1" in printed and Path("runs/two_tables.png").is_file()
-    for wrong in "--seeds 1", "--lr 0", "--forms 0":
+    for wrong in "--seeds 1", "--lr=-1", "--forms 0":
         code, printed, error = script(two_tables_figure, f"{small} {wrong}")
         assert code == 2 and not printed and error.count("\n") == 1
