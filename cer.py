@@ -18,8 +18,8 @@ The s_j are samples of the prior pi(s|q), so it needs no factor: a likely soluti
 more often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and
 the expectation of pi(a*|s,q) under it is that row times P. Given a_i, a sample's own solution is a
 sample of the posterior and the others are samples of the prior. This makes the reward unbiased at
-every N, E[ R_i | a_i = a ] = rho(a, a*), if all N solutions are columns and every box that opens
-closes (docs/theory.md).
+every N, E[ R_i | a_i = a ] = rho(a, a*), if every box that opens closes and is not empty. Samples
+without a box do no harm (docs/theory.md).
 
 R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
 because by Theorem 2 (below) both have the same expected reward.
