@@ -202,16 +202,16 @@ class RunLog:
 
     def step(self, step, groups, R, A, records, numbers):
         """Write and print a step: the means over the groups of all ranks, and more numbers."""
-        described = all_gather([describe(*each) for each in zip(groups, R, A, records)])
-        line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
-        tokens = line["completion_tokens"] * R.shape[1] * len(described)
-        line |= {"tokens_per_second": tokens / sum(self.seconds.values())}
-        self.lines.append(line)
         asked = [
             {"step": step, "question": group.problem.question[:200], "best": best}
             for group, best in zip(groups, R.amax(1).tolist())
         ]
-        asked = all_gather(asked)
+        described = [describe(*each) for each in zip(groups, R, A, records)]
+        described, asked = zip(*all_gather(list(zip(described, asked))))
+        line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
+        tokens = line["completion_tokens"] * R.shape[1] * len(described)
+        line |= {"tokens_per_second": tokens / sum(self.seconds.values())}
+        self.lines.append(line)
         if is_rank_0():
             append_rows(self.out / "questions.jsonl", asked)
             append_rows(self.out / "metrics.jsonl", [line])

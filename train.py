@@ -145,8 +145,8 @@ def without_long_prompts(problems, tokenizer, args):
     if left_out := len(problems) - len(kept):
         say(f"left out {left_out} of {len(problems)} prompts over {limit} tokens")
     longest_prompt = max(size for size in sizes if size <= limit)
-    longest_reference = max(len(tokenizer.encode(f"{{{p.reference}}}")) for p in kept)
-    return kept, longest_prompt + args.max_new_tokens + longest_reference
+    references = tokenizer([f"{{{problem.reference}}}" for problem in kept])["input_ids"]
+    return kept, longest_prompt + args.max_new_tokens + max(map(len, references))
 
 
 # -------------------------------------------------------------------------------------------- flags

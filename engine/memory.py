@@ -51,12 +51,12 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
             )
             return tokens, offload, line
 
-    needed = min(memory_needed(actor, offload, ranks, least) for offload in ways)
+    smallest = min(memory_needed(actor, offload, ranks, least) for offload in ways)
     more = [k for k in (2, 4, 8, 16, 32, 64) if k > ranks]
     enough = [k for k in more if memory_needed(actor, False, k, least) <= free]
     gpus = f"{enough[0]} GPUs (torchrun), " if enough else ""
     raise InputError(
-        f"{least} tokens in a micro-batch need about {needed / 1e9:.3g} GB per GPU beside the "
+        f"{least} tokens in a micro-batch need about {smallest / 1e9:.3g} GB per GPU beside the "
         f"actor, and {free / 1e9:.3g} GB are free: use {gpus}a smaller --microbatch-tokens, "
         "shorter rows or a smaller model"
     )

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engine.cli import require
 from engine.console import is_rank_0
+from engine.files import lock
 from engine.supervised import supervise
 from tasks import toy
 
@@ -94,7 +95,8 @@ def make_model(directory, longest_row, args):
     )
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     if is_rank_0() and not args.resume:
-        warm_start(directory, args.seed)
+        with lock(directory.parent):  # against another process with the same --out
+            warm_start(directory, args.seed)
     dist.barrier()
     return str(directory)
 

@@ -150,7 +150,9 @@ def test_three_skipped_updates_in_a_row_end_the_run(monkeypatch, script, tmp_pat
     assert script(train, "--out run --resume")[0] == 0  # and the run can go on from there
 
 
-def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path):
+def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
+    """And an old checkpoint that cannot be deleted ends no run."""
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
     actor, model = tiny_model(64), policy.Policy(tiny_model(64))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in 1, 2, 3:
