@@ -253,9 +253,8 @@ def read_answers(model, token_lists, lengths, cache):
     sizes = [len(tokens) for tokens in token_lists]
     tokens = torch.tensor([t for tokens in token_lists for t in tokens], device=device)  # [T]
     answer_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)  # [T]
-    depth = torch.cat(
-        [torch.arange(k, device=device) for k in sizes]
-    )  # position of a token within its answer  [T]
+    # The position of each token within its answer  [T]
+    depth = torch.cat([torch.arange(k, device=device) for k in sizes])
     in_context = torch.arange(C, device=device) < lengths[:, None]  # [n, C]
     in_answer = (answer_of[:, None] == answer_of) & (depth[:, None] >= depth)  # [T, T]
     T = len(tokens)

@@ -14,10 +14,9 @@ import pandas
 import torch
 import torch.distributed as dist
 
-from engine import cli
+from engine import cli, files
 from engine.checkpoints import fingerprint
 from engine.console import is_rank_0, say
-from engine.files import append_rows, lock, read_flags, read_rows, to_jsonl, write_atomically
 from engine.load import load
 from engine.ranks import all_gather, choose_directory, init_ranks, seed_everything
 from report import say_hours
@@ -76,26 +75,9 @@ def digest(model):
     return sha256(torch.cat(parts).float().cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def finished_results(out, flags):
-    """The data sets that an interrupted evaluation in --out has finished -> {name: summary}. Raises
-    InputError if its flags, weights or data were others."""
-    path = out / "results.json"
-    if not path.exists():
-        return {}
-    report = read_flags(path)
-    changed = [name for name, value in flags.items() if report["flags"].get(name) != value]
-    cli.require(
-        not changed,
-        f"--out {out} holds an evaluation with other {', '.join(changed)}: choose a new directory",
-    )
-    for name in report["results"]:
-        say(f"{name}: from {path}")
-    return report["results"]
-
-
 def save_results(out, flags, results):
     report = {"flags": flags, "results": results}
-    write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
+    files.write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
 
 
 def answer(model, tokenizer, question, runs, max_new_tokens, **settings):
@@ -138,12 +120,17 @@ def main():
     data = {name: fingerprint(problems) for name, problems in datasets.items()}
     flags = {name: value for name, value in vars(args).items() if name != "out"}
     flags |= {"weights": digest(model), "data": data}
-    results, path = finished_results(out, flags), out / "samples.jsonl"
+    results, path = {}, out / "samples.jsonl"
+    if resume:
+        before = files.read_flags(out / "results.json")
+        files.check_same(out, before["flags"], flags)
+        results = before["results"]
+        say(f"from {out}/results.json: {', '.join(results)}")
     if is_rank_0():
-        owned = lock(out)  # noqa: F841  until this process ends
-        rows = read_rows(path, log=True) if path.exists() else []
+        owned = files.lock(out)  # noqa: F841  until this process ends
+        rows = files.read_rows(path, log=True) if path.exists() else []
         rows = [row for row in rows if row["dataset"] in results]  # no half of a data set
-        write_atomically(path, to_jsonl(rows))
+        files.write_atomically(path, files.to_jsonl(rows))
         save_results(out, flags, results)
     say(f"files: {out}. After an interruption the same command with --out {out} goes on")
 
@@ -157,7 +144,7 @@ def main():
             model, tokenizer, problems, runs, args.max_new_tokens, args.seed, **sampling
         )
         if is_rank_0():  # save now, since the next data set may take hours; the results come last
-            append_rows(path, [{"dataset": name} | record for record in records])
+            files.append_rows(path, [{"dataset": name} | record for record in records])
             save_results(out, flags, results)
             say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
     if is_rank_0():

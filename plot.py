@@ -49,11 +49,7 @@ def draw_group(group, out):
     product with a row of D^-1 W is that row's CER. R differs from it for an empty box, and with
     rule+cer."""
     require("log_W" in group, "this group has no matrices, because its reward was not CER")
-    require(
-        group["columns"],
-        "no sample of this group has an answer, so there is nothing to draw; docs/explore.html "
-        "shows its samples",
-    )
+    require(group["columns"], "no sample of this group has an answer, so there is nothing to draw")
     R, answers, distinct = group["R"], group["answers"], group["distinct_answers"]
     expected = [sorted({*answers} - {None})] + [len(group["columns"])] * (1 + len(distinct))
     found = [sorted(distinct), len(group["log_P"]), *map(len, group["log_W"])]

@@ -68,22 +68,11 @@ def group_record(step, group, R, record):
     }
 
 
-SHORT_NAMES = {
-    "reward": "reward",
-    "answered": "answered",
-    "truncated": "cut",
-    "zero_advantage_groups": "zero-adv",
-    "entropy": "entropy",
-}
-
-
-def one_line(numbers):
-    """The metrics in SHORT_NAMES as text, in three significant digits."""
-    shown = [(short, numbers[name]) for name, short in SHORT_NAMES.items() if name in numbers]
-    return "  ".join(f"{short} {brief(number)}" for short, number in shown)
+IN_THE_LOG = "reward", "answered", "truncated", "zero_advantage_groups", "entropy"
 
 
 def brief(x):
+    """Three significant digits."""
     return f"{x:.3g}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.3g}"
 
 
@@ -96,24 +85,15 @@ def warning(numbers):
     """What is wrong with a step and what helps, or None. "When nothing is learned" in
     docs/running.md says more."""
     if numbers["answered"] < 0.02 and numbers["truncated"] <= 0.5:
-        return (
-            "almost no answers: the model stops without a box and needs a supervised start "
-            "(warm_start.py)"
-        )
+        return "almost no answers: the model stops without a box. Give it a warm_start.py"
     if numbers["answered"] < 0.02 and numbers["boxes_opened"] == 0:
-        return (
-            "most samples are cut off without a box: raise --max-new-tokens, or make a supervised "
-            "start (warm_start.py)"
-        )
+        return "most are cut off without a box: raise --max-new-tokens, or see warm_start.py"
     if numbers["answered"] < 0.02:
         return "almost no answers, and most samples are cut off: raise --max-new-tokens"
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "in every group all samples received the same reward, so this step had no gradient"
     if numbers["tiny_reward_groups"] > 0.5:
-        return (
-            f"no reward exceeds {TINY:g} in most groups: the model almost never gives a*. Keep "
-            "references short, strip remarks, or demonstrate their form"
-        )
+        return f"most groups have no reward over {TINY:g}: shorten or demonstrate the references"
 
 
 def say_hours(actor, operations, tokens, what):
@@ -122,10 +102,7 @@ def say_hours(actor, operations, tokens, what):
     parameters = sum(p.numel() for p in actor.parameters())
     hours = operations * parameters * tokens / (os.cpu_count() * 5e10) / 3600
     if actor.device.type == "cpu" and hours > 0.2:
-        say(
-            f"On this CPU {what} of up to {tokens:,} tokens takes up to about {hours:.1f} hours. "
-            "Fewer questions, samples or tokens take less"
-        )
+        say(f"On this CPU {what} takes up to {hours:.1f} hours; fewer samples or tokens take less")
 
 
 # ------------------------------------------------------------------------------------------ the log
@@ -158,19 +135,15 @@ class RunLog:
         """Print the first lines of a run. memory: what memory.py says."""
         args, parameters = self.args, sum(p.numel() for p in actor.parameters())
         verifiers = ", ".join(sorted({problem.verifier for problem in problems}))
-        steps = f"{self.last_step:,} step{'s' if self.last_step > 1 else ''}"
         model, ranks = args.model or "the toy model", dist.get_world_size()
         batch = f"{args.questions} questions x {args.samples} samples"
         say(
             f"{args.reward} on {args.dataset}: {len(problems):,} questions, verifier {verifiers}; "
-            f"{steps} of {batch}, up to {args.max_new_tokens:,} tokens; learning rate {args.lr:g}"
+            f"{self.last_step:,} steps of {batch}, up to {args.max_new_tokens:,} tokens; "
+            f"learning rate {args.lr:g}"
         )
         say(f"{model}: {parameters:,} parameters, {ranks} x {actor.device.type}")
         say(f"{memory}\nfiles: {self.out}")
-        if len(problems) < args.questions:
-            say(f"a step has {args.questions} questions, so some come twice in a step")
-        if not args.eval_dataset:
-            say("pass@1 is not measured: there is no --eval-dataset")
         # 10 operations per parameter and token: sample 2, score 2, update 6
         tokens = args.questions * args.samples * args.max_new_tokens * self.last_step
         say_hours(actor, 10, tokens, "the run")
@@ -179,9 +152,11 @@ class RunLog:
         """Whether the weights that this process starts from have been evaluated."""
         return "pass_at_1" in self.lines[-1]
 
-    def evaluated(self, numbers, sample):
+    def evaluated(self, summary, records):
         """Write and print an evaluation of the last step's weights, and one of its samples."""
-        self.lines[-1] |= numbers
+        numbers = {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
+        self.lines[-1] |= numbers | {"eval_exact_match": summary["exact_match"]}
+        sample = records[0]
         if is_rank_0():
             write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
         step = self.lines[-1]["step"]
@@ -223,8 +198,8 @@ class RunLog:
             self.started = now - sum(self.seconds.values())
         seconds = (now - self.started) / (step - self.first_step + 1)
         eta = datetime.timedelta(seconds=round(seconds * (self.last_step - step)))
-        position = f"step {step}/{self.last_step}"
-        say(f"{position}  {one_line(line)}  {seconds:.3g} s/step  eta {eta}")
+        shown = "  ".join(f"{name} {brief(line[name])}" for name in IN_THE_LOG if name in line)
+        say(f"step {step}/{self.last_step}  {shown}  {seconds:.3g} s/step  eta {eta}")
         problem = warning(line)
         if problem and problem not in self.warned:
             self.warned.add(problem)
@@ -259,9 +234,6 @@ class RunLog:
             print(f"  {len(rare)} of {len(best)} questions never had a reward of {RARE:g}, such as")
             for question in rare[:3]:
                 print(f"    {' '.join(question.split())[-90:]}")
-        if not steps.grad_norm.fillna(0).any():  # null: not finite, update skipped
-            print("  The weights have not changed: no step had a usable gradient. ", end="")
-            print("See docs/running.md")
         minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
         print("  minutes           " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
         out = shlex.quote(str(self.out))

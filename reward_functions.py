@@ -109,9 +109,7 @@ def compute_rewards(name, groups, **models):
         fits = R.shape == shape and R.isfinite().all() and len(records) == len(groups)
     except (TypeError, ValueError, AttributeError):  # no pair, no tensor, no list, no JSON
         fits = False
-    require(
-        fits and all(isinstance(record, dict) for record in records),
-        f"the reward {name!r} must return finite numbers R {shape}, questions x samples, and for "
-        f"each group a record (a dict that JSON can hold), not {returned!r:.200}",
-    )
+    fits = fits and all(isinstance(record, dict) for record in records)
+    form = f"finite numbers R {shape}, questions x samples, and a record (dict of JSON) per group"
+    require(fits, f"the reward {name!r} must return {form}, not {returned!r:.200}")
     return R, records

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from engine import cli
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
-from engine.cli import InputError, require
+from engine.cli import require
 from engine.console import progress, say
 from engine.files import read_config
 from engine.load import load, load_tokenizer
@@ -40,11 +40,11 @@ def main():
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
     tokenizer = load_tokenizer(args.model) if args.model else toy_model.build_tokenizer()
-    problems, longest_row = without_long_prompts(problems, tokenizer, args)
+    problems, longest_row = usable_prompts(problems, tokenizer, args)
     data = fingerprint(problems, tokenizer.chat_template)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
-        check_resumed(out, data, last_step)
+        check_resumed(out, vars(args) | {"data": data}, free_flags(args), last_step)
     model_path = args.model or toy_model.make_model(out / "warm-start", longest_row, args)
 
     # The actor samples and scores. The policy is trained, and copied to the actor after each step.
@@ -99,9 +99,8 @@ def main():
         if stopping:
             break
 
-    if stop.diverged:
-        advice = f"start a new run with --model {out}/checkpoints/step-{step} --lr LOWER"
-        raise InputError(f"the gradient was not finite in steps {step - 2} to {step}: {advice}")
+    advice = f"start a new run with --model {out}/checkpoints/step-{step} --lr LOWER"
+    require(not stop.diverged, f"the gradient was not finite in the last 3 steps: {advice}")
     dist.destroy_process_group()
     if step < last_step:
         log.stopped(step)
@@ -119,31 +118,28 @@ def learning_rate(step, last_step, args):
 
 
 def evaluation(actor, tokenizer, problems, args):
-    """pass@1 for a line of metrics.jsonl, and one of the samples."""
+    """evaluate() with the flags of this run."""
     sampling = dict(temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k)
-    summary, records = evaluate(
-        actor, tokenizer, problems, args.eval_runs, args.max_new_tokens, args.seed, **sampling
-    )
-    numbers = {
-        "pass_at_1": summary["pass_at_1"],
-        "pass_at_1_stderr": summary["stderr"],
-        "eval_exact_match": summary["exact_match"],
-    }
-    return numbers, records[0]
+    runs, tokens = args.eval_runs, args.max_new_tokens
+    return evaluate(actor, tokenizer, problems, runs, tokens, args.seed, **sampling)
 
 
 # ------------------------------------------------------------------------------------------ set-up
 
 
-def without_long_prompts(problems, tokenizer, args):
-    """Leave out prompts over --max-prompt-tokens -> (problems, tokens of the longest row: a prompt,
-    a solution and the reference, which CER and VeriFree read after it)."""
-    bar = progress("prompts", problems, unit="prompt")
-    limit, sizes = args.max_prompt_tokens, [len(encode_prompt(tokenizer, p)) for p in bar]
-    kept = [problem for problem, size in zip(problems, sizes) if size <= limit]
-    require(kept, f"--max-prompt-tokens {limit}: every prompt of {args.dataset} is longer")
-    if left_out := len(problems) - len(kept):
-        say(f"left out {left_out} of {len(problems)} prompts over {limit} tokens")
+def usable_prompts(problems, tokenizer, args):
+    """Leave out questions with a control token, and prompts over --max-prompt-tokens -> (problems,
+    tokens of the longest row: a prompt, a solution and the reference, which CER and VeriFree read
+    after it)."""
+    limit, control = args.max_prompt_tokens, tokenizer.all_special_tokens
+    plain = [p for p in problems if not any(token in p.question for token in control)]
+    sizes = [len(encode_prompt(tokenizer, p)) for p in progress("prompts", plain, unit="prompt")]
+    kept = [problem for problem, size in zip(plain, sizes) if size <= limit]
+    counts = f"{len(problems) - len(plain)} of {len(problems)} questions have a control token, and "
+    counts += f"{len(plain) - len(kept)} prompts more than --max-prompt-tokens {limit}"
+    require(kept, f"{args.dataset}: no question is left; {counts}")
+    if len(kept) < len(problems):
+        say(f"left out: {counts}")
     longest_prompt = max(size for size in sizes if size <= limit)
     references = tokenizer([f"{{{problem.reference}}}" for problem in kept])["input_ids"]
     return kept, longest_prompt + args.max_new_tokens + max(map(len, references))
@@ -195,23 +191,14 @@ def make_parser():
     return parser
 
 
-# Flags that a resumed run must not change, because they define the run.
-IDENTITY = "model dataset reward verifier verifier_model questions samples m".split()
-IDENTITY += "max_prompt_tokens max_new_tokens seed lr lr_end".split()
-# And those of its evaluations, if it has some: one curve has one way of measuring.
-EVALUATION = "eval_dataset eval_limit eval_runs eval_temperature eval_top_p eval_top_k".split()
-
-
 def parse_args():
     """Take each flag from the command line, else from the run to resume or from the toy's settings,
     else from the paper's defaults."""
     parser = make_parser()
     given = parser.parse_args()
-    before = None  # the flags of the run to resume
     if given.resume:
         require(given.out, "--resume needs --out, the run to resume")
-        before = read_config(given.out)["flags"]
-        parser.set_defaults(**before)
+        parser.set_defaults(**read_config(given.out)["flags"])
     elif given.dataset == "toy" or not (given.dataset or given.model):
         parser.set_defaults(**toy_model.FLAGS)
         if not given.model:
@@ -224,24 +211,15 @@ def parse_args():
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples
     require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
-    require(args.eval_dataset or not args.eval_limit, "--eval-limit needs --eval-dataset")
-    require(
-        args.model or args.dataset == "toy",
-        f"--dataset {args.dataset} needs --model, an id or a directory",
-    )
-    if before:
-        check_unchanged(args, before)
+    require(args.model or args.dataset == "toy", f"--dataset {args.dataset} needs --model")
     return args
 
 
-def check_unchanged(args, before):
-    """Refuse to resume a run with other values of the flags that define it."""
-    decay = ["steps", "epochs"] if args.lr_end != 1 else []  # they set how fast the rate decays
-    evaluation = EVALUATION if before.get("eval_dataset") else []
-    fixed = IDENTITY + decay + evaluation
-    pairs = [(name, before.get(name), vars(args)[name]) for name in fixed]
-    changed = [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
-    require(not changed, f"--resume cannot change these flags: {', '.join(changed)}")
+def free_flags(args):
+    """The flags that a resumed run may change. The others define the run and how it is measured."""
+    free = "out resume microbatch_tokens cpu_offload eval_every save_every keep".split()
+    # How fast a rate decays depends on the number of steps.
+    return free + (["steps", "epochs"] if args.lr_end == 1 else [])
 
 
 if __name__ == "__main__":

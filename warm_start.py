@@ -17,7 +17,7 @@ from engine import cli
 from engine.cli import require
 from engine.files import read_rows
 from engine.load import load
-from engine.ranks import Stop, choose_directory, init_ranks
+from engine.ranks import choose_directory, init_ranks
 from engine.supervised import supervise
 from engine.tokens import split_answer, vocabulary
 from rollout import encode_prompt, sample
@@ -40,10 +40,8 @@ def main():
     out = choose_directory(args.out, "warm-start")
     demonstrations = read_demonstrations(args.data)
     model, tokenizer = load(args.model, device)
-    pairs = [
-        (encode_prompt(tokenizer, problem), vocabulary(tokenizer).encode(solution))
-        for problem, solution in demonstrations
-    ]
+    encode = vocabulary(tokenizer).encode
+    pairs = [(encode_prompt(tokenizer, problem), encode(text)) for problem, text in demonstrations]
     # The rate falls to about 0 by the last step, so that a single step would train nothing.
     steps = max(2, args.epochs * len(pairs) // args.batch)
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
@@ -53,13 +51,11 @@ def main():
     stop = tokenizer.eos_token_id
     require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
     order = iter(in_epochs(pairs, steps * args.batch, args.seed))
-    stopping = Stop()
-    loss = supervise(model, order, steps, args.batch, args.lr, stop, lambda: stopping.received)
+    loss = supervise(model, order, steps, args.batch, args.lr, stop)
     save(model.eval(), tokenizer, out)
     report_boxes(model, tokenizer, [problem for problem, _ in demonstrations[:8]])
     train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])
     print(f"final loss {loss:.3f}; train with: {train}")
-    return 128 + stopping.received if stopping.received else 0
 
 
 def save(model, tokenizer, out):

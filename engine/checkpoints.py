@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from engine.cli import InputError, first_line, require
+from engine.cli import InputError, require
 from engine.console import is_rank_0, say
-from engine.files import checkpoints, read_config
+from engine.files import check_same, checkpoints, read_config
 
 TENSORS_IN_A_FILE = 32
 
@@ -29,21 +29,15 @@ def fingerprint(problems, template=None):
     return f"{len(problems)} questions, sha256 {digest}"
 
 
-def check_resumed(out, data, last_step):
-    """Refuse to resume a run whose data (a fingerprint) has changed, or that is complete."""
-    before = read_config(out).get("data", data)
-    require(
-        before == data,
-        f"--resume: the data has changed, or the chat template ({before} before, {data} now)",
-    )
+def check_resumed(out, flags, free, last_step):
+    """Refuse to resume a run that is complete, or with other flags, except those in `free`, or with
+    other data (a fingerprint among the flags)."""
+    config = read_config(out)
+    check_same(out, config["flags"] | {"data": config.get("data")}, flags, free)
     done = max([step for step, _ in checkpoints(out)], default=0)
     if is_rank_0():  # what a kill has left
         shutil.rmtree(out / "checkpoints" / "partial", ignore_errors=True)
-    require(
-        done < last_step,
-        f"the run in {out} has completed {done} steps: a larger --steps would extend it, unless "
-        "its learning rate decays",
-    )
+    require(done < last_step, f"the run in {out} has completed {done} of {last_step} steps")
     say(f"resuming after step {done}")
 
 
@@ -57,10 +51,15 @@ def training_state(policy, optimizer):
 
 
 def reason(error):
-    """The first line of an error. dcp wraps the errors of the ranks in a CheckpointException."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return first_line(error)
+    """The last line of an error. dcp's CheckpointException holds a traceback, which ends in it."""
+    return str(error).strip().splitlines()[-1]
+
+
+def clear(directory):
+    """Delete a directory, or give what cannot be deleted another name."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        directory.rename(directory.with_name(f"{directory.name}-{time.time_ns()}"))
 
 
 def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
@@ -70,9 +69,7 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     memory twice while it is written, so the state goes into many files."""
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
     if is_rank_0():
-        shutil.rmtree(partial, ignore_errors=True)
-        if partial.exists():  # it cannot be deleted
-            partial.rename(partial.with_name(f"partial-{time.time_ns()}"))
+        clear(partial)
     dist.barrier()
     try:
         state = training_state(policy, optimizer)
@@ -85,21 +82,17 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
         if is_rank_0():
-            shutil.rmtree(partial, ignore_errors=True)
+            clear(partial)
         last = ["none", *(path.name for _, path in checkpoints(out))][-1]
-        raise InputError(
-            f"cannot save {directory} ({reason(error)}); the last complete checkpoint is {last}"
-        ) from error
+        problem = f"cannot save {directory} ({reason(error)})"
+        raise InputError(f"{problem}; the last complete checkpoint is {last}") from error
     os.sync()
     dist.barrier()
     if is_rank_0():
         partial.rename(directory)
         for _, old in checkpoints(out)[:-keep]:
-            try:
-                old.rename(partial)
-                shutil.rmtree(partial)
-            except OSError as error:
-                say(f"warning: {old} cannot be deleted ({first_line(error)})")
+            old.rename(partial)
+            clear(partial)
     dist.barrier()  # torchrun ends all ranks when one has ended
 
 
@@ -114,26 +107,12 @@ def load_checkpoint(out, policy, optimizer):
     try:
         reader = HuggingFaceStorageReader(str(directory / "training"))
         saved = reader.read_metadata().state_dict_metadata
-        check_complete(directory, saved, state)  # dcp.load would leave what is missing as it is
+        for name, tensor in state.items():  # dcp.load would leave what is missing as it is
+            chunks = saved[name].chunks if name in saved else []
+            held, of = sum(math.prod(chunk.sizes) for chunk in chunks), tensor.numel()
+            require(held == of, f"it holds {held:,} of the {of:,} numbers of {name}")
         dcp.load(state, storage_reader=reader)
-    except InputError:
-        raise
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
-        raise InputError(
-            f"{directory}/training: not readable ({reason(error)}); remove {directory} to resume "
-            "from the checkpoint before it"
-        ) from error
+        helps = f"restore its files and the run's --model, or remove {directory}"
+        raise InputError(f"{directory}/training: {reason(error)}; {helps}") from error
     return step
-
-
-def check_complete(directory, saved, state):
-    """Check that the files of a checkpoint hold every number of the state."""
-    for name, tensor in state.items():
-        chunks = saved[name].chunks if name in saved else []
-        held = sum(math.prod(chunk.sizes) for chunk in chunks)
-        require(
-            held == tensor.numel(),
-            f"{directory}/training holds {held:,} of {tensor.numel():,} numbers of {name}: give "
-            f"back its missing files or this run's --model, or remove {directory} to resume from "
-            "the checkpoint before it",
-        )

@@ -1,7 +1,6 @@
 """The command line of the scripts: errors and flags. Does not import torch."""
 
 import argparse
-import difflib
 import logging
 import os
 import sys
@@ -41,10 +40,7 @@ def run_script(main):
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
             raise
-        message = (
-            f"{error}: try --microbatch-tokens or --cpu-offload (train.py), "
-            "or --batch (warm_start.py)"
-        )
+        message = f"{error}: try --microbatch-tokens, --cpu-offload or --batch"
     rank = os.environ.get("RANK", "0")
     name = Path(sys.argv[0]).name + ("" if rank == "0" else f", rank {rank}")
     print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
@@ -61,16 +57,12 @@ class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, a suggestion for a mistyped flag, and defaults in the help."""
+    """argparse with one-line errors, and with defaults in the help."""
 
     def __init__(self, **options):
         super().__init__(formatter_class=HelpWithDefaults, allow_abbrev=False, **options)
 
     def error(self, message):
-        if message.startswith("unrecognized arguments: "):
-            unknown = message.split()[2].split("=")[0]
-            close = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            message += f"; did you mean {close[0]}?" if close else ""
         raise InputError(f"{message} (see --help)")
 
 

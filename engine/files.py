@@ -33,9 +33,8 @@ def read_rows(path, log=False):
         for row in source:
             rows.append(dict(**row))  # only an object has names for its columns
     except (ValueError, TypeError, OSError, RuntimeError) as error:  # too deep a nesting, too
-        where = f"{path}, row {len(rows) + 1}"
-        problem = f"{where}: expected objects with named columns ({first_line(error)})"
-        raise InputError(problem) from error
+        problem = f"{path}, row {len(rows) + 1}: expected objects with named columns"
+        raise InputError(f"{problem} ({first_line(error)})") from error
     return rows
 
 
@@ -102,6 +101,15 @@ def read_flags(path):
         return content | {"flags": dict(content["flags"])}
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{path}: expected an object with flags ({first_line(error)})") from error
+
+
+def check_same(out, before, now, free=()):
+    """Refuse to go on in a directory with other flags, data or weights than before. before, now:
+    {name: value}; free: the names that may change."""
+    names = [name for name in before | now if name not in free]
+    pairs = [(name, before.get(name), now.get(name)) for name in names]
+    changed = ", ".join(f"{name} was {was} and is {is_}" for name, was, is_ in pairs if was != is_)
+    require(not changed, f"{out} cannot go on, since {changed}: choose a new directory")
 
 
 def checkpoints(run):

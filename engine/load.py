@@ -33,8 +33,6 @@ def load_tokenizer(name_or_dir):
     path = Path(name_or_dir)
     if saved := checkpoints(path):
         raise InputError(f"{path} is a run, not a model; its last checkpoint is {saved[-1][1]}")
-    has_tokenizer = not path.is_dir() or (path / "tokenizer.json").exists()
-    require(has_tokenizer, f"cannot load the model {path}: it has no tokenizer.json")
     return from_pretrained(AutoTokenizer, name_or_dir)
 
 
@@ -71,9 +69,8 @@ def from_pretrained(auto_class, name_or_dir, **options):
     try:
         return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
     except Exception as error:  # the library raises errors of many types for broken files
-        where = "" if Path(name_or_dir).is_dir() else "no such directory, and "
-        expected = "expected a directory with safetensors, or a model's id on the hub"
-        problem = f"cannot load the model {name_or_dir} ({where}{first_line(error)}): {expected}"
+        expected = "expected an id on the hub, or a directory with safetensors and tokenizer.json"
+        problem = f"cannot load the model {name_or_dir} ({first_line(error)}): {expected}"
         raise InputError(problem) from error
 
 

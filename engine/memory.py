@@ -28,11 +28,8 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     memory. If it does not fit there either, this raises InputError before the policy is loaded. All
     ranks decide alike, by the smallest free memory of any rank."""
     positions = getattr(actor.config, "max_position_embeddings", None) or longest_row
-    require(
-        longest_row <= positions,
-        f"the longest prompt, --max-new-tokens and the longest reference add up to {longest_row} "
-        f"tokens, but the model has {positions} positions",
-    )
+    need = f"the longest prompt, --max-new-tokens and the longest reference take {longest_row}"
+    require(longest_row <= positions, f"the model has {positions} positions, and {need}")
     free, ranks = 0.97 * min(all_gather([free_memory()])), dist.get_world_size()
     on_gpu = torch.cuda.is_available()
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
@@ -52,13 +49,9 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
             return tokens, offload, line
 
     smallest = min(memory_needed(actor, offload, ranks, least) for offload in ways)
-    more = [k for k in (2, 4, 8, 16, 32, 64) if k > ranks]
-    enough = [k for k in more if memory_needed(actor, False, k, least) <= free]
-    gpus = f"{enough[0]} GPUs (torchrun), " if enough else ""
     raise InputError(
-        f"{least} tokens in a micro-batch need about {smallest / 1e9:.3g} GB per GPU beside the "
-        f"actor, and {free / 1e9:.3g} GB are free: use {gpus}a smaller --microbatch-tokens, "
-        "shorter rows or a smaller model"
+        f"{least} tokens in a micro-batch need about {smallest / 1e9:.3g} GB beside the actor, and "
+        f"{free / 1e9:.3g} GB are free: use more GPUs (torchrun), shorter rows or a smaller model"
     )
 
 
@@ -102,10 +95,9 @@ def check_host(actor, out, cpu_offload, checkpoints):
     with open("/proc/meminfo") as file:
         available = next(line for line in file if "MemAvailable" in line)
     free = min(int(available.split()[1]) * 1024, container_limit()) / GB
-    require(
-        needed < free, f"the host needs about {needed:.3g} GB of memory, and {free:.3g} GB are free"
-    )
-    return f"host memory: about {needed:.3g} of {free:.3g} GB are needed; {line}"
+    host = f"host memory: about {needed:.3g} of {free:.3g} GB are needed"
+    require(needed < free, host)
+    return f"{host}; {line}"
 
 
 def free_memory():

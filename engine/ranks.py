@@ -54,9 +54,7 @@ def choose_directory(out, name, resume=False):
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     out = Path(all_gather([out or default])[0])
     if is_rank_0():
-        there = existing(out)
-        usable = there.is_dir() and os.access(there, os.W_OK)
-        require(usable, f"--out {out}: {there} is not a directory that can be written to")
+        require(existing(out).is_dir(), f"--out {out}: {existing(out)} is not a directory")
         if (out / "lock").exists():
             lock(out).close()  # refuses if another process holds it
         used = {path.name for path in out.glob("*")} - {"lock", "warm-start", "config.json.partial"}
@@ -90,10 +88,7 @@ class Stop:
     def request(self, number, frame):
         if not self.received:
             self.received, self.since = number, time.monotonic()
-            say(
-                f"{signal.Signals(number).name}: stopping after this step. A second one, after "
-                f"{PATIENCE} seconds, ends the run at once, and what this step has done is lost"
-            )
+            say(f"{signal.Signals(number).name}: stopping after this step; another one stops now")
         elif time.monotonic() - self.since > PATIENCE:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

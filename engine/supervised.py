@@ -8,10 +8,9 @@ from engine.console import say
 from engine.tokens import pad
 
 
-def supervise(model, demonstrations, steps, batch, lr, stop, stopping=lambda: False):
+def supervise(model, demonstrations, steps, batch, lr, stop):
     """Train a Hugging Face model -> the last loss. demonstrations: an iterator of (prompt ids,
-    completion ids). The model learns the completion, followed by the token `stop`. stopping() says
-    whether this step is the last."""
+    completion ids). The model learns the completion, followed by the token `stop`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
     warm_up = 0.05 if steps > 20 else 0.0  # a share of the steps; torch fails if it is one step
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
@@ -29,8 +28,6 @@ def supervise(model, demonstrations, steps, batch, lr, stop, stopping=lambda: Fa
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        if step % max(1, steps // 10) == 0 or stopping():
+        if step % max(1, steps // 10) == 0:
             say(f"supervised start {step}/{steps}  loss {loss.item():.3f}")
-        if stopping():
-            break
     return loss.item()

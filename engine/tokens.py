@@ -102,9 +102,7 @@ class Vocabulary:
         be cut there, or the answer is not UTF-8. Raises ValueError for ids that the tokenizer does
         not have."""
         if not all(0 <= i < len(self.bytes) for i in ids):
-            raise ValueError(
-                f"a token id is not in the tokenizer's range, 0 to {len(self.bytes) - 1}"
-            )
+            raise ValueError(f"a token id is not in the tokenizer's range of {len(self.bytes)}")
         # latin-1 reads every byte as one character, so that offsets count bytes.
         found = split_answer(self.join(ids).decode("latin-1"))
         if found is None:

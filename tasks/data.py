@@ -67,21 +67,12 @@ def load_problems(name_or_path, limit=None, verifier=None):
         problems.append(problem)
         if problem.reference != problem.reference.strip():
             noted["the reference has whitespace at an end, which is part of a*"].append(number)
-    notes = [f"{what}: rows {first_three(numbers)}" for what, numbers in noted.items()]
-    require(
-        problems,
-        f"{name}: no row can be used ({'; '.join(notes)}); the columns are {', '.join(rows[0])}",
-    )
-    if len(problems) < len(rows):
-        say(f"{name}: left out {len(rows) - len(problems)} of {len(rows)} rows")
+    notes = [f"{what}: {len(at)} of {len(rows)} rows, first {at[:3]}" for what, at in noted.items()]
+    columns = f"the columns are {', '.join(rows[0])}"
+    require(problems, f"{name}: no row can be used; {'; '.join(notes)}; {columns}")
     for note in notes:
         say(f"{name}: {note}")
     return problems[:limit]
-
-
-def first_three(numbers):
-    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
-    return ", ".join(map(str, numbers[:3])) + more
 
 
 def in_epochs(rows, count, seed):
@@ -116,10 +107,7 @@ def hub_rows(path, config, split):
         rows = datasets.load_dataset(path, config, split=split or "train")
     except Exception as error:  # the library raises errors of many types
         says = " ".join(str(error).splitlines()[:2]) or repr(error)  # line 2 may list the configs
-        raise InputError(
-            f"cannot load {path} from the Hugging Face hub ({says}); --dataset takes "
-            f"OWNER/NAME/CONFIG:SPLIT and local files ({', '.join(FORMATS)}) too"
-        ) from error
+        raise InputError(f"cannot load {path} from the Hugging Face hub ({says})") from error
     return table_rows(rows.with_format("arrow")[:])
 
 

@@ -20,15 +20,12 @@ from tasks import toy
 
 # math-verify with the settings of the paper's authors. The time limit is math-verify's default.
 MATH_VERIFY_SECONDS = 5
-BOXED_LATEX = [
-    LatexExtractionConfig(
-        boxed_match_priority=0,
-        try_extract_without_anchor=True,
-        normalization_config=NormalizationConfig(
-            basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all"
-        ),
-    )
-]
+NORMALIZATION = NormalizationConfig(
+    basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all"
+)
+BOXED_LATEX = LatexExtractionConfig(
+    boxed_match_priority=0, try_extract_without_anchor=True, normalization_config=NORMALIZATION
+)
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # time-outs are counted, not logged
 
 
@@ -45,7 +42,7 @@ def equal_in_mathematics(answer, reference):
     to math-verify without the text around it, where it would join neighbouring boxes."""
     start = time.perf_counter()
     gold, prediction = (
-        parse(rf"\boxed{{{text}}}", BOXED_LATEX, extraction_mode="first_match")
+        parse(rf"\boxed{{{text}}}", [BOXED_LATEX], extraction_mode="first_match")
         for text in (reference, answer)
     )
     if math_verify_equal(gold, prediction, timeout_seconds=MATH_VERIFY_SECONDS):
