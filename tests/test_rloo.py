@@ -40,9 +40,8 @@ def verifree_formula(model, tokenizer, group, R, A):
         prompt, solution = group.prompt, group.solution(i)
         terms.append(A[i] * completion_logprobs(model, prompt, solution).sum())
         if box:
-            terms[i] = (
-                terms[i] + R[i] * completion_logprobs(model, prompt + solution, reference).sum()
-            )
+            log_pi = completion_logprobs(model, prompt + solution, reference).sum()
+            terms[i] = terms[i] + R[i] * log_pi
     return terms
 
 

@@ -77,14 +77,8 @@ def test_all_columns_are_the_six_solutions_whatever_was_sampled():
     """The wrong value then receives less than the right one, even if all samples are of solution 0.
     Sampled columns cannot tell the two apart."""
     theta, phi = two_tables(K=1, F=1, slip=0.3)
-    s, a, reference = (
-        torch.zeros(1, 1, 2).long(),
-        torch.tensor([[[0, 1]]]),
-        torch.zeros(1, 1).long(),
-    )
-    sampled, equal = (
-        judge("CER", theta, phi, s, a, reference, M=2, all_columns=x)[0][0, 0] for x in (0, 1)
-    )
+    group = theta, phi, torch.tensor([[[0, 0]]]), torch.tensor([[[0, 1]]]), torch.tensor([[0]])
+    sampled, equal = (judge("CER", *group, M=2, all_columns=x)[0][0, 0] for x in (False, True))
     torch.testing.assert_close(sampled, torch.tensor([0.7, 0.7]))
     by_hand = phi.detach().softmax(-1)[0].T  # pi(a|s)  [V, S]
     by_hand = (by_hand * by_hand[0]).sum(1) / by_hand.sum(1)
