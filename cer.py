@@ -18,17 +18,17 @@ The s_j are samples of the prior pi(s|q), so it needs no factor: a likely soluti
 more often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and
 the expectation of pi(a*|s,q) under it is that row times P. Given a_i, a sample's own solution is a
 sample of the posterior and the others are samples of the prior. This makes the reward unbiased at
-every N, E[ R_i | a_i = a ] = rho(a, a*), if every box that opens closes and is not empty. Samples
-without a box do no harm (docs/theory.md).
+every N, E[ R_i | a_i = a ] = rho(a, a*), if every box that opens also closes and is not empty. A
+sample that opens no box does no harm: as a column it would have W = 0 (docs/theory.md).
 
 R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
 because by Theorem 2 (below) both have the same expected reward.
 
 Two things keep the expected gradient from being exactly the policy gradient with the reward rho.
-Solution i is a column of its own R_i, so R_i is unbiased given a_i, but not given (s_i, a_i). It is
-also a column of every other R_k, so the baseline of sample i depends on sample i. The effect is
-small: over random finite distributions the two gradients have a cosine of .998 at N = 16
-(docs/theory.md).
+Solution i is a column of its own R_i, and draws it towards its own P: R_i is unbiased given a_i,
+but not given (s_i, a_i). Solution i is also a column of every other R_k, so the baseline of sample
+i depends on sample i. The effect is small: over random finite distributions the two gradients have
+a median cosine of .998 at N = 16 (docs/theory.md).
 
 A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
 similar reward. A wrong answer mostly comes from other solutions, and gets a small one; but a slip,
@@ -36,11 +36,11 @@ a wrong answer after a right solution, can get a large one. In expectation over 
 the reward equals that of exact match (Theorem 2): CER moves reward from the exact match to other
 answers (in examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
 
-In the code W is [U, N]: samples with the same answer share one of U rows, and only samples with a
-closed box have a column. examples/one_file.py computes the same R slowly, in plain lines; read it
-first. The file has four parts: Eq. 8; `rewards`, from the sampled tokens of one question to R; W
-and P from a model; and what only Eq. 3 and the paper's Table 3 need. `python examples/by_hand.py`
-prints an example that is small enough to check by hand.
+In the code W has one row for each of the U distinct answers, since equal answers have equal rows,
+and one column for each sample with a closed box. examples/one_file.py computes the same R slowly,
+in plain lines; read it first. The file has four parts: Eq. 8; `rewards`, from the sampled tokens of
+one question to R; W and P from a model; and what only Eq. 3 and the paper's Table 3 need. `python
+examples/by_hand.py` prints an example that is small enough to check by hand.
 """
 
 from dataclasses import dataclass
@@ -86,9 +86,10 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     averaged over M of the solutions, or over all by default (see choose_solutions).
 
     No gradient flows through R. A sample without a closed box gets reward 0, and has neither row
-    nor column. (If its box opened, this biases the other rewards: docs/theory.md.) An empty box
-    states no answer, so its reward is 0 unless the reference is empty. It keeps its column, since
-    its solution is a sample of the prior like any other.
+    nor column. (If it opened a box that never closed, this biases the other rewards, since its
+    solution is missing: docs/theory.md.) An empty box states no answer, so its reward is 0 unless
+    the reference is empty. It keeps its column, since its solution is a sample of the prior like
+    any other.
 
     model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
     top-k or top-p, or they are no samples of pi(s|q). This is not checked, and otherwise R is
@@ -108,7 +109,7 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
 
     reward_of = dict(zip(answers, cer(log_W, log_P).tolist()))
     if reference:
-        reward_of[""] = 0.0
+        reward_of[""] = 0.0  # of an empty box
     R = torch.tensor([reward_of[box.answer] if box else 0.0 for box in boxes])
     return R, Matrices(answers, columns, log_W, log_P)
 
@@ -127,7 +128,7 @@ def check_inputs(prompt, completions, reference, M):
 
 # ----------------------------------------------------------------------------- W and P from a model
 
-TOKENS_AT_ONCE = 4096  # contexts and the answers after them; larger batches mostly add padding
+TOKENS_AT_ONCE = 4096  # contexts and the answers after them; more would mostly add padding
 ANSWER_TOKENS_AT_ONCE = 1024  # in one pass over answers, except when one answer is longer
 
 
@@ -200,9 +201,9 @@ class Spelling(NamedTuple):
 
 
 def spellings(vocab, row, answer):
-    """The tokens of "{answer", and where they differ those of "{answer}" before its last token,
-    which holds the brace -> list of Spelling. A beginning that both share gets its closers in the
-    first spelling only; in the second its list is empty. So nothing counts twice."""
+    """The tokens of "{answer", and those of "{answer}" without the last one, which holds the
+    brace, if these are others -> list of one or two Spelling. A beginning t_1..t_i that both share
+    would count twice, so the second one has no closers there."""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
     finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
     found, seen = [], set()
@@ -308,9 +309,9 @@ def choose_solutions(U, row_of, M):
     For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
     the choice open; this one is that of the authors' code. If all answers shared the same M
     solutions, M = 1 would give them all the same reward, and every advantage would be 0. With this
-    choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the choice
-    biases the reward, mostly that of a wrong answer and downwards (docs/theory.md), because which
-    solutions are chosen depends on which answers they produced.
+    choice M = 1 rewards an answer with P of a solution that produced it. For 1 < M < N the reward
+    is biased (docs/theory.md), because which solutions are chosen depends on which answers they
+    produced.
     """
     own = torch.arange(U)[:, None] == torch.tensor(row_of)  # [U, solutions]
     key = own + torch.rand(own.shape)  # in [1, 2) for own solutions, in [0, 1) for the others

@@ -80,7 +80,8 @@ def log_probs(model, ids):
 
 @functools.cache
 def closers(tokenizer, rest):
-    """All tokens that finish an answer of which these bytes are left. Any text may follow them."""
+    """All tokens that finish an answer of which these bytes are left, the closing brace included.
+    Any text may follow the brace within the token."""
     return [v for v, piece in enumerate(token_bytes(tokenizer)) if piece.startswith(rest)]
 
 
@@ -94,15 +95,16 @@ def log_pi(model, tokenizer, context, answer):
     beginning t_1..t_i of its tokens, and then any token that begins with the rest of "{answer}".
     Different beginnings exclude each other, so their probabilities add up.
 
-    A brace can also change the tokens before it: some tokenizers end "(C)}" with the token `)}`,
-    but "(C)}}" with `)` and `}}`. So the beginnings of both count. One that they share is one key,
-    and counts once. (Rarer ways to spell an answer are left out: this is a lower bound.)
+    The closing brace can also change the tokens before it: an answer that ends in "(C)}" may end in
+    the tokens `(C` and `)}`, but with the closing brace in `(C`, `)` and `}}`. So the beginnings of
+    both count. Those up to `(C` begin both, but are one key of `ways`, so they count once. (Rarer
+    ways to spell an answer are left out: this is a lower bound.)
     """
     finished = f"{{{answer}}}".encode()
     without_brace = tokenizer.encode("{" + answer, add_special_tokens=False)
     with_brace = tokenizer.encode("{" + answer + "}", add_special_tokens=False)
     ways = {}  # beginning -> log pi of the beginning and of a token that closes the box after it
-    for tokens in {tuple(without_brace), tuple(with_brace[:-1])}:  # the last token is the brace's
+    for tokens in {tuple(without_brace), tuple(with_brace[:-1])}:  # [-1] holds the closing brace
         logp = log_probs(model, [*context, *tokens])[len(context) - 1 :]  # [len(tokens) + 1, V]
         for i in range(len(tokens) + 1):
             beginning = tokens[:i]
@@ -145,7 +147,7 @@ def main():
     torch.set_num_threads(1)  # in a model this small, threads only wait for each other
     toy_model.warm_start("runs/one_file", seed=0)
     tokenizer = AutoTokenizer.from_pretrained("runs/one_file")
-    model = AutoModelForCausalLM.from_pretrained("runs/one_file")
+    model = AutoModelForCausalLM.from_pretrained("runs/one_file")  # in eval mode: no dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     questions, order = toy.rows("toy"), random.Random(0)
 
