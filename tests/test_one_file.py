@@ -4,6 +4,7 @@ gradient. test_cer.py compares the log-probabilities, also of unusual answers an
 import one_file
 import pytest
 import torch
+from conftest import group_of
 from test_rloo import flat, gradient_of_update
 
 import cer
@@ -15,13 +16,14 @@ from tasks.data import load_problems
 
 @pytest.fixture(scope="module")
 def sampled(toy_model_dir):
-    """The toy's model, its tokenizer, and three groups that it sampled. Some box nothing."""
+    """The toy's model, its tokenizer, three groups that it sampled, and one written by hand."""
     model, tokenizer = load(toy_model_dir, "cpu")
     torch.manual_seed(1)
     groups = sample(model, tokenizer, load_problems("toy", 3), 6, 18)
     answers = [answer for group in groups for answer in group.answers]
     assert None in answers and len(set(answers)) > 6
-    return model, tokenizer, groups
+    texts = [r"so \boxed{}", r"\boxed{7} \boxed{14}", "no box", r"\boxed{ 14 }", r"\boxed{14", "so"]
+    return model, tokenizer, [*groups, group_of(tokenizer, texts, "14")]
 
 
 def test_the_rewards_are_those_of_one_file(sampled):
@@ -30,7 +32,7 @@ def test_the_rewards_are_those_of_one_file(sampled):
         inputs = group.prompt, group.completions, group.problem.reference
         R, _ = cer.rewards(model, tokenizer, *inputs)
         slow = one_file.rewards(model, tokenizer, *inputs)
-        assert (R - slow).abs().max() < 1e-6 and R.max() > 1e-4
+        assert (R - slow).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
