@@ -75,7 +75,7 @@ def draw(path):
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "by_hand", "font.size": 11.5, "text.color": INK}
+    matplotlib.rcParams |= {"svg.hashsalt": "by_hand", "font.size": 13.5, "text.color": INK}
     import matplotlib.pyplot as plt
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
@@ -105,14 +105,14 @@ def draw(path):
             parts += [*plus, times, (short(height, 2), LINE if digits == 3 else KINDS[kind])]
         return parts
 
-    figure, axes = plt.subplots(1, 3, figsize=(8.85, 5), facecolor="white")
-    figure.subplots_adjust(left=0.015, right=0.985, bottom=0.25, top=0.75, wspace=0.22)
+    figure, axes = plt.subplots(1, 3, figsize=(8.85, 5.1), facecolor="white")
+    figure.subplots_adjust(left=0.02, right=0.98, bottom=0.24, top=0.75, wspace=0.24)
     question = "“3 bags of 4 eggs and 2 more eggs. How many eggs?”  The reference answer a* is 14."
-    figure.text(0.5, 0.975, question, ha="center", va="top", fontsize=12.5)
+    figure.text(0.5, 0.975, question, ha="center", va="top", fontsize=14)
     titles = {
         "The model": "width: prior π(s|q)\nheight: likelihood π(a|s,q)",
-        "Solutions that lead to “14 eggs”": "width: posterior π(s|a,q)\nheight: P = π(a*|s,q)",
-        "The reward of every answer": "width: π(a|q)\nheight: reward",
+        "Solutions behind “14 eggs”": "width: posterior π(s|a,q)\nheight: P = π(a*|s,q)",
+        "Every answer’s reward": "width: π(a|q)\nheight: reward",
     }
     for axis, (title, sides) in zip(axes, titles.items()):
         axis.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], aspect="equal")
@@ -136,20 +136,21 @@ def draw(path):
         write(model, x + width / 2, -0.06, f"{kind} {short(width, 1)}", color=colour, weight="bold")
         x += width
     formula(model, -0.15, *terms(prior, likelihood[:, chosen], 1))
-    formula(model, -0.25, (f"= π(14 eggs|q) = {short(p_answer[chosen])} (dark)", INK))
+    formula(model, -0.25, (f"= π(14 eggs|q) = {short(p_answer[chosen])}", INK))
 
     x = 0
     for k, (kind, colour) in enumerate(KINDS.items()):
         width = posterior[k, chosen].item()
         box(leading, x, 0, width, 1, colour, 0.22)
         box(leading, x, 0, width, P[k].item(), FILL)
-        place = {"A": 0.36, "B": 0.845, "C": 1.11}[kind]  # beside narrow columns
-        write(leading, place, -0.06, f"{kind} {short(width)}", color=colour, weight="bold")
+        name = f"{kind} {short(width)}" if width > 0.5 else kind
+        place = 1.02 if kind == "C" else x + width / 2  # its column is too narrow for the name
+        write(leading, place, -0.06, name, color=colour, weight="bold")
         x += width
     mean = rho[chosen].item()
     leading.axhline(mean, color=LINE, linewidth=1.6, linestyle="--")
     write(leading, 0.43, 0.55, f"P = {short(P[0], 2)}")
-    write(leading, 0.43, mean - 0.07, f"mean height: ρ = {short(mean)}")
+    write(leading, 0.43, mean - 0.07, f"mean: ρ = {short(mean)}")
     formula(leading, -0.15, *terms(posterior[:, chosen], P, 3))
     formula(leading, -0.25, (f"= ρ(14 eggs, 14) = {short(mean)}", LINE))
 
@@ -158,7 +159,7 @@ def draw(path):
         height = rho[u].item()
         box(rewards, x, 0, width, height, FILL if u == chosen else PALE_FILL)
         write(rewards, x + width / 2, height + 0.05, short(height), color=LINE)
-        write(rewards, x + width / 2, -0.06, answer, weight="bold" if u == chosen else "normal")
+        write(rewards, x + width / 2, -0.06, answer, fontsize=12)
         x += width
     outline = {"fill": False, "linestyle": "--", "linewidth": 1.6, "edgecolor": INK}
     star, areas = p_answer[0].item(), (p_answer * rho).tolist()
