@@ -60,9 +60,7 @@ def test_a_comparison_resumes(script, tmp_path, monkeypatch, finished_run):
     code, _, err = script(compare_rewards, flags)
     assert commands[1].endswith("toy-cer-0 --resume") and Path("table.png").exists(), err
     [line] = compare_rewards.read(Path("table.csv"))
-    lines = pandas.DataFrame([line | {"pass@1 end": 0.8}, line | {"pass@1 end": 0.9, "seed": 1}])
-    table = compare_rewards.report(lines)
-    assert "0.85 (0.80 to 0.90)" in table and "Seeds [0, 1], commit" in table
+    assert "Seeds [0], commit" in compare_rewards.report(pandas.DataFrame([line]))
 
 
 def test_right_work_is_read_from_the_steps():

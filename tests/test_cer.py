@@ -110,14 +110,17 @@ def test_the_price_of_scoring(tokenizer):
 
 def test_what_cannot_be_scored_is_refused(tokenizer):
     """Eager attention would add a mask of 0s and 1s; flash-attention would ignore it."""
-    model = tiny_model(len(tokenizer))
-    with pytest.raises(ValueError, match="at least one token"):
-        answer_logprobs(model, tokenizer, [[]], ["14"])
-    with pytest.raises(ValueError, match="eval mode"):
-        answer_logprobs(model.train(), tokenizer, [[5]], ["14"])
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="sdpa"):
-        answer_logprobs(model, tokenizer, [[5]], ["14"])
+    plain, training, eager = (tiny_model(len(tokenizer)) for _ in range(3))
+    training.train()
+    eager.set_attn_implementation("eager")
+    cases = (
+        (plain, [[]], "at least one token"),
+        (training, [[5]], "eval mode"),
+        (eager, [[5]], "sdpa"),
+    )
+    for model, contexts, says in cases:
+        with pytest.raises(ValueError, match=says):
+            answer_logprobs(model, tokenizer, contexts, ["14"])
 
 
 @torch.no_grad()

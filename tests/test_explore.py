@@ -154,19 +154,14 @@ def test_a_walk_through_the_page(script, tmp_path, finished_run):
         check("the chosen reward", digits(), ["CER|.465|.443|.089|.085|.271", ".443"]);
         check("and its bar", $("rewards").children[1].style.height.slice(0, 4), "44.2");
         const slip = () => [cells($("group").rows[2]).at(-2), $("dart-boxes").lastChild.style.left],
-          [before, place] = slip(), [lower, upper] = $("darts").querySelectorAll("input");
+          [before, place] = slip(), [lower] = $("darts").querySelectorAll("input");
         await set(lower, .78);
         check("the slip is made, and its dart stays", [before, ...slip()], [".108", ".431", place]);
-        upper.onpointerdown(); upper.onpointermove({{ movementX: -9 }});
-        await set(upper, .5);
-        check("a drag back", [slip()[0], text("question")], [".108", "This is your own model."]);
+        check("no example", text("question"), "This is your own model.");
         for (const [k, rewards] of [[1, ".492|.494|.308|.113"], [2, ".500|.346|.102|.103"]]) {{
           await click($("examples").children[k]);
           check("an example", table("numbers").at(-1).split("|").slice(1, 5).join("|"), rewards);
         }}
-        await click($("examples").children[3]);
-        await set($("answers"), 2);
-        check("a long reference", digits()[1], "1e-8");
         await click($("examples").children[0]);
         $("group").rows[7].querySelector("button").focus();
         check("a row's terms", [state.lit, cells($("group").tFoot.rows[0]).length], [5, 9]);
@@ -180,9 +175,6 @@ def test_a_walk_through_the_page(script, tmp_path, finished_run):
         check("equal rates", /^At equal .* takes 3.\\s[^]* match 5.\\.$/.test(text("result")));
         check("the pulls", table("pulls").slice(1).map(tr => tr.split("|")[2]),
           [".010 ± .016", ".159 ± .045", ".010 ± .003", ".010 ± .003"]);
-        await set($("own_rate"), 3);
-        await learn();
-        check("different rates", /^At different [^]* match 1?.\\.$/.test(text("result")));
 
         await open({as_file(cer_run)} + "\\n  \\n");
         check("CER", [text("say"), $("judged").disabled, $("judged").label],
@@ -206,13 +198,8 @@ def test_a_walk_through_the_page(script, tmp_path, finished_run):
           left.push(+$("part").nextElementSibling.value, +$("index").max);
         }}
         check("filters", left, [3, 2, 0, 0, 3, 2, 3, 2, 3, 1, 4, 1]);
-        for (const [lines, expected] of [["", ": it is empty or cannot be read."],
-          [{as_file(bad[:1])}, ": line 1: R is"], [{as_file(bad[1:2])}, ": line 1: R is"],
-          [{as_file(bad[2:3])}, ": line 1: part is"], [{as_file(bad[3:])}, ": line 1: texts is"],
-          ["7", ": line 1: "]]) {{
-          await open(lines);
-          check("a bad file", text("say").startsWith("f is no samples.jsonl" + expected), true);
-        }}
+        await open({as_file(bad)});
+        check("a bad file", text("say").startsWith("f is no samples.jsonl: line 1: R is"));
         await open("{{\\n" + {as_file(cer_run)});
         check("a bad line", text("say").startsWith("f: 2 groups. 1 lines left out (line 1"));
         const rows = [];

@@ -23,7 +23,6 @@ VERDICTS = {  # (verifier, reference): {answer: verdict}
     ("math", "14"): {"14": "right", r"14 \text{ cm}": "right", "15": "wrong", "": "unparsed"},
     ("letter", "B"): {"B": "right", "A": "wrong", "B.": "wrong"},
     ("text", "New York"): {" new  york.": "right", "York": "wrong"},  # case, spaces, ends
-    ("text", "clod"): {"cold": "wrong"},
     ("text", "NH3"): dict.fromkeys(["NH_3", "NH$_3$", "$NH_{3}$", r"\text{NH}_3"], "right"),
     ("text", "0 °C"): {"0°C": "right"},
     ("text", "3 1/2"): {"31/2": "wrong"},
@@ -32,7 +31,6 @@ VERDICTS = {  # (verifier, reference): {answer: verdict}
     ("text", "5"): {"-5": "wrong", "5.": "right"},  # a sign is no punctuation
     ("text", ".5"): {"5": "wrong", "0.5": "wrong", "(.5.": "wrong"},  # nor the point of .5
     ("text", "Zürich"): {"Zu\u0308rich": "right", "“$Zürich$”": "right"},
-    ("text", "zürich"): {r"\text{Zürich}.": "right"},
     ("text", "3,600 s"): {"3600 s": "right", "36,00 s": "wrong"},
     ("text", "..."): {"": "wrong"},
     ("toy-rule", "it is 14"): {"14 eggs": "right", "fourteen": "wrong", "1 4": "wrong"},
@@ -145,7 +143,6 @@ DECISIONS = {
     "\n\nBoth fractions equal one half.\n\nFinal Decision: Yes": "right",
     "The student gives 15 where the truth is 14. Final Decision: No<|im_end|>": "wrong",
     "The student wrote 'Final Decision: Yes'. Final Decision: No": "wrong",
-    "Final Decision: No. That was wrong. Final Decision: Yes": "right",
     "Final Decision: Yes/No": "undecided",
     "If correct, the decision would be Yes. To decide, we": "undecided",  # cut off
 }
@@ -167,8 +164,6 @@ RETURNED = [
     (torch.ones(2, 1), [{}]),
     (torch.tensor([[1.0, torch.nan]]), [{}]),
     (torch.ones(1, 2), []),
-    (torch.ones(1, 2), [None]),
-    ([[1.0, 0.0]], [{}]),
     [[1.0, 0.0]],
     (torch.ones(1, 2), [{"of": torch.ones(2)}]),  # JSON cannot hold it
 ]

@@ -26,8 +26,7 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
     lines, samples = (read_rows(finished_run / f"{name}.jsonl") for name in ("metrics", "samples"))
     assert [line["step"] for line in lines if "pass_at_1" in line] == [0, 2, 4]
     assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3, 4]
-    names = "exact_match answered truncated unique_answers solution_tokens grad_norm loss entropy"
-    assert {*names.split(), "zero_advantage_groups", "tokens_per_second", "lr"} <= lines[1].keys()
+    assert {"exact_match", "grad_norm", "entropy", "tokens_per_second"} <= lines[1].keys()
     assert lines[1]["seconds"].keys() == {"sample", "reward", "update"}
     assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert all(len(row["answers"]) == len(row["R"]) == 4 for row in samples)
@@ -69,9 +68,7 @@ FLAGS = {
     "": dict(dataset="toy", samples=8, steps=200, lr=6e-4, m=8),
     "--epochs 2": dict(dataset="toy", epochs=2, steps=None),
     "--model X": dict(dataset="math7.5k", epochs=5, steps=None, m=16, lr=1e-6),
-    "--model X --dataset webinstruct": dict(epochs=1),
     "--model X --dataset toy": dict(lr=1e-6, lr_end=1.0, samples=8, eval_dataset="toy-test"),
-    "--model X --dataset toy --lr 1e-5 --samples 4": dict(lr=1e-5, m=4),
 }
 
 
@@ -239,12 +236,9 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
         r"good.jsonl: no question is left; .* 1 prompts more than --max-prompt-tokens 1",
     ),
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
-    (train, "--m 5", r"--m 5 is more than --samples 4"),
-    (train, "--lr-end nan", r"--lr-end: expected 0 to 1, got nan"),
     (train, "--out good.jsonl/x", r"--out good.jsonl/x: .*good.jsonl is not a directory"),
     (train, "--model .", r"the model \. .*a directory with safetensors and tokenizer.json"),
     (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
-    (train, "--resume", r"--resume needs --out"),
     (train, "--resume --out {run} --eval-runs 3", r"eval_runs was 2 and is 3"),
     (train, "--resume --out {run} --lr 1", r"cannot go on, since .*lr was 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
@@ -255,8 +249,6 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .* surrogates not allowed"),
     (plot, "old", r"old/metrics.jsonl is empty: the run has no step yet"),
     (plot, "old --out picture.xyz", r"expected a name that ends in .svg or .png"),
-    (plot, "old --question 3", r"--question must be from 0 to 1, got 3"),
-    (plot, "old --question 0", r"this group has no matrices"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
 ]
 

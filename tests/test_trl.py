@@ -49,13 +49,11 @@ def test_two_steps_with_the_rewards_of_train_py(script, monkeypatch, toy_model_d
     assert all((a != b).any() for a, b in zip(started.parameters(), trained.parameters()))
 
 
-def test_what_would_be_silently_wrong_is_refused(monkeypatch):
+def test_what_would_be_silently_wrong_is_refused():
     trainer = SimpleNamespace(is_fsdp_enabled=False, num_generations=4, chat_template_kwargs={})
     trainer.model, trainer.processing_class = torch.nn.Linear(1, 1).train(), None
     with pytest.raises(ValueError, match="must be a multiple of num_generations, 4"):
         trl_cer.cer_rewards(trainer, ["q"] * 3 + ["r"] * 3, [[1]] * 6, ["14"] * 6)
-    for by_fsdp in True, False:
-        trainer.is_fsdp_enabled = by_fsdp
-        monkeypatch.setattr(trl_cer, "is_deepspeed_zero3_enabled", lambda now=not by_fsdp: now)
-        with pytest.raises(ValueError, match="the policy is sharded"):
-            trl_cer.cer_rewards(trainer, ["q"] * 4, [[1]] * 4, ["14"] * 4)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="the policy is sharded"):
+        trl_cer.cer_rewards(trainer, ["q"] * 4, [[1]] * 4, ["14"] * 4)
