@@ -110,14 +110,14 @@ def say_hours(actor, operations, tokens, what):
 
 class RunLog:
     """Rank 0 prints, and writes config.json, metrics.jsonl (one line per step), samples.jsonl (the
-    first groups of each step) and questions.jsonl (the largest reward of each group). Other ranks
-    do nothing."""
+    first groups of each step), questions.jsonl (the largest reward of each group) and
+    evaluations.jsonl (all held-out samples). Other ranks do nothing."""
 
     def __init__(self, out, args, data, first_step, last_step):
         self.out, self.args, self.warned = out, args, set()
         self.first_step, self.last_step = first_step, last_step
         kept = {}  # the steps before the first one; a resumed run repeats later steps
-        for name in "metrics.jsonl", "samples.jsonl", "questions.jsonl":
+        for name in "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl":
             rows = read_rows(out / name, log=True) if first_step > 1 else []
             kept[name] = [row for row in rows if row["step"] < first_step]
         self.lines = kept["metrics.jsonl"] or [{"step": first_step - 1}]
@@ -136,11 +136,10 @@ class RunLog:
         args, parameters = self.args, sum(p.numel() for p in actor.parameters())
         verifiers = ", ".join(sorted({problem.verifier for problem in problems}))
         model, ranks = args.model or "the toy model", dist.get_world_size()
-        batch = f"{args.questions} questions x {args.samples} samples"
         say(
             f"{args.reward} on {args.dataset}: {len(problems):,} questions, verifier {verifiers}; "
-            f"{self.last_step:,} steps of {batch}, up to {args.max_new_tokens:,} tokens; "
-            f"learning rate {args.lr:g}"
+            f"{self.last_step:,} steps of {args.questions} questions x {args.samples} samples, "
+            f"up to {args.max_new_tokens:,} tokens; learning rate {args.lr:g}"
         )
         say(f"{model}: {parameters:,} parameters, {ranks} x {actor.device.type}")
         say(f"{memory}\nfiles: {self.out}")
@@ -156,10 +155,10 @@ class RunLog:
         """Write and print an evaluation of the last step's weights, and one of its samples."""
         numbers = {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
         self.lines[-1] |= numbers | {"eval_exact_match": summary["exact_match"]}
-        sample = records[0]
+        step, sample = self.lines[-1]["step"], records[0]
         if is_rank_0():
+            append_rows(self.out / "evaluations.jsonl", [{"step": step} | row for row in records])
             write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
-        step = self.lines[-1]["step"]
         said = f"pass@1 {brief(numbers['pass_at_1'])}{plus_minus(numbers)}"
         say(f"{f'after step {step}' if step else 'before training'}  {said}")
         right = "right" if sample["correct"] else f"wrong, a* is {sample['reference']}"
@@ -220,13 +219,19 @@ class RunLog:
         lines = read_rows(self.out / "metrics.jsonl")
         if tests := [line for line in lines if "pass_at_1" in line]:
             first, last = (brief(x["pass_at_1"]) + plus_minus(x) for x in (tests[0], tests[-1]))
-            print(f"  pass@1            first {first}, last {last} (± standard error)")
+            rows = pandas.DataFrame(read_rows(self.out / "evaluations.jsonl"))
+            by_step = rows.groupby(["index", "step"]).correct.mean().unstack()  # [questions, steps]
+            change = by_step.iloc[:, -1] - by_step.iloc[:, 0]  # paired by question
+            change = f"{brief(change.mean())} ± {brief(change.sem())}"
+            print(f"  pass@1            first {first}, last {last}, change {change} (± SE)")
         steps = pandas.DataFrame([line for line in lines if "seconds" in line])
         asked = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
         best = asked.groupby("question", sort=False).best.max()
-        # Single steps ask different questions. So take an epoch, or a tenth of a shorter run.
+        # Single steps ask different questions. So take an epoch, or a tenth of a shorter run and,
+        # if it has them, ten steps.
         span = math.ceil(len(best) / self.args.questions)
-        span = span if 2 * span <= len(steps) else math.ceil(len(steps) / 10)
+        if 2 * span > len(steps):
+            span = max(math.ceil(len(steps) / 10), min(10, len(steps) // 2))
         for name in "reward", "exact_match", "answered":
             first, last = (brief(part[name].mean()) for part in (steps[:span], steps[-span:]))
             print(f"  {name:16}  first {first}, last {last} (means of {span} steps)")

@@ -106,8 +106,7 @@ def read_flags(path):
 def check_same(out, before, now, free=()):
     """Refuse to go on in a directory with other flags, data or weights than before. before, now:
     {name: value}; free: the names that may change."""
-    names = [name for name in before | now if name not in free]
-    pairs = [(name, before.get(name), now.get(name)) for name in names]
+    pairs = [(name, before.get(name), now.get(name)) for name in before | now if name not in free]
     changed = ", ".join(f"{name} was {was} and is {is_}" for name, was, is_ in pairs if was != is_)
     require(not changed, f"{out} cannot go on, since {changed}: choose a new directory")
 

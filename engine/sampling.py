@@ -58,7 +58,7 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     bar = progress(name, unit=" tokens", unit_scale=True)
     while unfinished := [row for row in rows if row.room > 0]:
         finished = len(rows) - len(unfinished)
-        bar.set_description(f"{name}: {finished}/{len(rows)} samples finished", refresh=False)
+        bar.set_description_str(f"{name}: {finished}/{len(rows)} samples finished", refresh=False)
         batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
         more = min(piece, max(row.room for row in batch))
         sampled, entropies = extend(model, [row.ids for row in batch], more, bar, settings)

@@ -88,8 +88,7 @@ def build_model(tokenizer):
 
 def make_model(directory, longest_row, args):
     """Make the toy's own model for a run, unless the run is resumed -> the directory."""
-    positions = f"a row takes {longest_row} of the {POSITIONS} positions of the toy's model"
-    require(longest_row <= POSITIONS, f"--max-new-tokens {args.max_new_tokens}: {positions}")
+    require(longest_row <= POSITIONS, f"--max-new-tokens: the toy model has {POSITIONS} positions")
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     if is_rank_0() and not args.resume:
         with lock(directory.parent):  # against another process with the same --out
