@@ -69,6 +69,12 @@ def test_learning_curves_join_the_seeds(script, figures):
     assert list(by_time.lines[0].get_xdata()) == [0, 5, 10]
 
 
+def test_runs_are_named_by_the_flags_in_which_they_differ(script):
+    write_run("a", [], [], model="m", steps=200, seed=0)
+    write_run("b", [], [], model="m", steps=None, seed=1)
+    assert plot.names_of(["a", "b"]) == ["cer, steps 200", "cer, steps None"]
+
+
 @pytest.mark.parametrize("line", [{"step": 0, "pass_at_1": 0.3}, {"step": 1, "reward": 0.1}])
 def test_curves_of_a_run_without_an_evaluation_or_a_step(script, line):
     write_run("a", [line], [])
