@@ -64,112 +64,77 @@ for title, kinds in groups.items():
 
 # ---------------------------------------------------------------- the same example as three squares
 
-# Colours that colour-blind eyes tell apart.
-KINDS = {"A": "#0b5fa5", "B": "#1b7f5c", "C": "#a83279"}
-FILL, PALE_FILL, INK, LINE = "#e88427", "#f8d9b8", "#1c1e22", "#8a3d04"
-
 
 def draw(path):
-    """Draw the model, the solutions that lead to "14 eggs" and the reward of every answer. The
-    squares have sides of length 1, so that a share of the area is a probability or a mean."""
+    """Draw the model, the posterior of "14 eggs" and the reward of every answer. The squares have
+    sides of length 1, so that a share of the area is a probability or a mean."""
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "by_hand", "font.size": 13.5, "text.color": INK}
+    matplotlib.rcParams |= {"svg.hashsalt": "by_hand", "font.size": 14}
     import matplotlib.pyplot as plt
-    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
-    def box(axis, x, y, width, height, colour, alpha=1.0):
-        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5, "alpha": alpha}
-        axis.add_patch(plt.Rectangle((x, y), width, height, **style))
+    kinds, kind_hues = "ABC", ["#0b5fa5", "#1b7f5c", "#a83279"]  # also for colour-blind eyes
+    fill, pale_fill, ink = "#e88427", "#f8d9b8", "#1c1e22"
+    chosen = answers.index("14 eggs")
+    P, shares = likelihood[:, 0], posterior[:, chosen]
 
-    def write(axis, x, y, text, **style):
-        axis.text(x, y, text, **{"ha": "center", "va": "center"} | style)
+    def short(x, digits=3):  # a probability below 1
+        return f"{x:.{digits}f}"[1:]
 
-    def formula(axis, y, *parts):
-        """Write (text, colour) pairs as one line below the square."""
-        pieces = [TextArea(text, textprops={"color": colour}) for text, colour in parts]
-        line = HPacker(children=pieces, pad=0, sep=0, align="baseline")
-        place = {"bbox_to_anchor": (0.5, y), "bbox_transform": axis.transAxes, "pad": 0}
-        axis.add_artist(AnchoredOffsetbox("upper center", child=line, frameon=False, **place))
+    def columns(axis, widths, heights, bottom=0, **style):
+        """Columns side by side -> their rectangles."""
+        left = widths.cumsum(0) - widths
+        style = {"edgecolor": "white", "linewidth": 0.5, "align": "edge"} | style
+        return axis.bar(left, heights, widths, bottom, **style)
 
-    def short(x, digits=3):
-        return f"{x:.{digits}f}".removeprefix("0")
+    def frame(axis, title, sides, widths, names, hues, formula):
+        """The words around a square."""
+        axis.set(xlim=(0, 1), ylim=(0, 1), yticks=[], aspect="equal")
+        axis.set_title(title, weight="bold", pad=46)
+        axis.text(0.5, 1.02, sides, ha="center", va="bottom")
+        axis.set_xticks(widths.cumsum(0) - widths / 2, names)
+        axis.tick_params(length=0)
+        for label, hue in zip(axis.get_xticklabels(), hues):
+            label.set_color(hue)
+        axis.set_xlabel(formula, labelpad=10)
 
-    def terms(widths, heights, digits):
-        """The formula of a mean: + w * h for each kind, in the colour of the kind and of h."""
-        parts = []
-        for kind, width, height in zip(KINDS, widths.tolist(), heights.tolist()):
-            plus = [(" + ", INK)] if parts else []
-            times = (short(width, digits) + "×", KINDS[kind])
-            parts += [*plus, times, (short(height, 2), LINE if digits == 3 else KINDS[kind])]
-        return parts
+    figure, (model, behind, rewards) = plt.subplots(1, 3, figsize=(8.85, 4.9), facecolor="white")
+    figure.subplots_adjust(left=0.02, right=0.98, bottom=0.17, top=0.73, wspace=0.2)
+    figure.suptitle("“3 bags of 4 eggs and 2 more eggs. How many eggs?”   a* = 14", fontsize=15)
+    for x in 0.334, 0.663:
+        figure.text(x, 0.45, "→", ha="center", fontsize=20)
 
-    figure, axes = plt.subplots(1, 3, figsize=(8.85, 5.1), facecolor="white")
-    figure.subplots_adjust(left=0.02, right=0.98, bottom=0.24, top=0.75, wspace=0.24)
-    question = "“3 bags of 4 eggs and 2 more eggs. How many eggs?”  The reference answer a* is 14."
-    figure.text(0.5, 0.975, question, ha="center", va="top", fontsize=14)
-    titles = {
-        "The model": "width: prior π(s|q)\nheight: likelihood π(a|s,q)",
-        "Solutions behind “14 eggs”": "width: posterior π(s|a,q)\nheight: P = π(a*|s,q)",
-        "Every answer’s reward": "width: π(a|q)\nheight: reward",
-    }
-    for axis, (title, sides) in zip(axes, titles.items()):
-        axis.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], aspect="equal")
-        axis.spines[:].set_color("#888888")
-        write(axis, 0.5, 1.225, title, weight="bold")
-        write(axis, 0.5, 1.09, sides)
-    for axis in axes[1:]:
-        write(axis, -0.11, 0.5, "→", fontsize=20)
-    model, leading, rewards = axes
-    chosen, P = answers.index("14 eggs"), likelihood[:, 0]
+    for u, answer in enumerate(answers):
+        heights, below = likelihood[:, u], likelihood[:, :u].sum(1)
+        alpha = 1 if u == chosen else 0.22
+        slices = columns(model, prior, heights, below, color=kind_hues, alpha=alpha)
+        names = [answer if area > 0.1 else "" for area in prior * heights]
+        model.bar_label(slices, names, label_type="center", color="white" if u == chosen else ink)
+    sides = "width: prior π(s|q)\nheight: likelihood π(a|s,q)"
+    names = [f"{kind} {short(p, 1)}" for kind, p in zip(kinds, prior)]
+    formula = f"dark area:\nπ(14 eggs|q) = {short(p_answer[chosen])}"
+    frame(model, "The model", sides, prior, names, kind_hues, formula)
 
-    x = 0
-    for k, (kind, colour) in enumerate(KINDS.items()):
-        width, y = prior[k].item(), 0
-        for u, (answer, height) in enumerate(zip(answers, likelihood[k].tolist())):
-            box(model, x, y, width, height, colour, 1 if u == chosen else 0.22)
-            if height > 0.08 and (width > 0.4 or u != chosen):
-                ink = "white" if u == chosen else INK
-                write(model, x + width / 2, y + height / 2, answer, color=ink)
-            y += height
-        write(model, x + width / 2, -0.06, f"{kind} {short(width, 1)}", color=colour, weight="bold")
-        x += width
-    formula(model, -0.15, *terms(prior, likelihood[:, chosen], 1))
-    formula(model, -0.25, (f"= π(14 eggs|q) = {short(p_answer[chosen])}", INK))
+    columns(behind, shares, torch.ones(3), color=kind_hues, alpha=0.22)
+    columns(behind, shares, P, color=fill)
+    behind.axhline(rho[chosen], color=ink, linestyle="--")
+    behind.text(0.43, 0.53, f"P = {short(P[0], 2)}", ha="center")
+    behind.text(0.43, 0.35, f"mean: ρ = {short(rho[chosen])}", ha="center")
+    sides = "width: posterior π(s|a,q)\nheight: P = π(a*|s,q)"
+    names = [f"A {short(shares[0])}", "B", "  C"]
+    terms = " + ".join(f"{short(p)}×{short(height, 2)}" for p, height in zip(shares, P))
+    formula = f"{terms}\n= ρ = {short(rho[chosen])}"
+    frame(behind, "Behind “14 eggs”", sides, shares, names, kind_hues, formula)
 
-    x = 0
-    for k, (kind, colour) in enumerate(KINDS.items()):
-        width = posterior[k, chosen].item()
-        box(leading, x, 0, width, 1, colour, 0.22)
-        box(leading, x, 0, width, P[k].item(), FILL)
-        name = f"{kind} {short(width)}" if width > 0.5 else kind
-        place = 1.02 if kind == "C" else x + width / 2  # its column is too narrow for the name
-        write(leading, place, -0.06, name, color=colour, weight="bold")
-        x += width
-    mean = rho[chosen].item()
-    leading.axhline(mean, color=LINE, linewidth=1.6, linestyle="--")
-    write(leading, 0.43, 0.55, f"P = {short(P[0], 2)}")
-    write(leading, 0.43, mean - 0.07, f"mean: ρ = {short(mean)}")
-    formula(leading, -0.15, *terms(posterior[:, chosen], P, 3))
-    formula(leading, -0.25, (f"= ρ(14 eggs, 14) = {short(mean)}", LINE))
-
-    x = 0
-    for u, (answer, width) in enumerate(zip(answers, p_answer.tolist())):
-        height = rho[u].item()
-        box(rewards, x, 0, width, height, FILL if u == chosen else PALE_FILL)
-        write(rewards, x + width / 2, height + 0.05, short(height), color=LINE)
-        write(rewards, x + width / 2, -0.06, answer, fontsize=12)
-        x += width
-    outline = {"fill": False, "linestyle": "--", "linewidth": 1.6, "edgecolor": INK}
-    star, areas = p_answer[0].item(), (p_answer * rho).tolist()
-    rewards.add_patch(plt.Rectangle((0, 0), star, 1, clip_on=False, zorder=3, **outline))
-    write(rewards, star / 2, 0.8, "exact\nmatch")
-    write(rewards, 0.64, 0.8, "Exact match and\nthe bars have the\nsame area")
-    formula(rewards, -0.15, (f"exact match: {short(star)}×1 = {short(star)}", INK))
-    total = "+".join(short(area) for area in areas)
-    formula(rewards, -0.25, (f"CER: {total}", LINE))
-    formula(rewards, -0.35, (f"= {short(sum(areas))}, the same mean", LINE))
+    hues = [fill if u == chosen else pale_fill for u in range(4)]
+    bars = columns(rewards, p_answer, rho, color=hues)
+    rewards.bar_label(bars, [short(r) for r in rho])
+    columns(rewards, p_answer[:1], 1, fill=False, edgecolor=ink, linestyle="--", linewidth=1.6)
+    rewards.text(p_answer[0] / 2, 0.8, "exact\nmatch", ha="center", va="center", size=13)
+    formula = f"bars and dashed column:\nboth areas are {short(p_answer @ rho)}"
+    sides = "width: π(a|q)\nheight: reward"
+    frame(rewards, "All rewards", sides, p_answer, answers, [ink] * 4, formula)
 
     figure.savefig(path, dpi=96, metadata={"Date": None})
     print(f"\nfigure: {path}")

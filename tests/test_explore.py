@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: c
 REWARDS = ["exact match", "perfect verifier", "VeriFree", "CER"]
 
 # What the tests' JavaScript uses. check() keeps what is not as expected.
-CHECKS = """const failed = [], frame = () => new Promise(requestAnimationFrame);
+CHECKS = """const failed = [], drawn = () => new Promise(done => setTimeout(done, 99));
     const json = JSON.stringify, check = (what, found, expected = true) =>
       json(found) === json(expected) || failed.push([what, found, expected]);
     const text = id => $(id).textContent, cells = tr => [...tr.cells].map(td => td.textContent);
@@ -30,9 +30,9 @@ CHECKS = """const failed = [], frame = () => new Promise(requestAnimationFrame);
     const set = async (node, value) => {
       node.value = value;
       for (const name of ["input", "change"]) node.dispatchEvent(new Event(name));
-      await frame(); await frame();
+      await drawn();
     };
-    const click = async node => { node.click(); await frame(); await frame(); };
+    const click = async node => { node.click(); await drawn(); };
     const open = lines => openRun(new File([lines], "f"));"""
 
 
@@ -83,13 +83,12 @@ def test_its_mathematics_is_ours(tmp_path):
 
 
 def test_the_two_tables_are_ours(tmp_path):
-    """pass@1 of 20 seeds, and the mean and SD of one step's pull, within 4 standard errors."""
-    settings = [(16, 0.0, "Adam", 0.05), (8, 0.3, "Adam", 0.2), (16, 0.3, "plain SGD", 10.0)]
+    """pass@1 of 16 seeds and the mean of one step's pull within 4 standard errors, and its SD."""
+    settings = [(16, 0.0, "Adam", 0.05), (8, 0.3, "Adam", 0.2), (16, 0.3, "SGD", 10.0)]
     steps = f"""return [{json.dumps(REWARDS)}.map(name => [
           {json.dumps(settings)}.map(([F, slip, optimizer, rate]) => range(16).map(seed => {{
             const run = train(name, {{F, slip, optimizer, rate}}, seed);
-            const curve = range(31).map(() => run.next().value);
-            return [curve[15], curve[30]];
+            return range(31).map(() => run.next().value);
           }})), [0, .3].map(slip => pulls(name, 16, slip))])];"""
     [found] = in_browser(tmp_path, steps)
 
@@ -100,15 +99,12 @@ def test_the_two_tables_are_ours(tmp_path):
 
     for reward, (curves, pulls) in zip(REWARDS, found, strict=True):
         for (F, slip, name, lr), curve in zip(settings, curves, strict=True):
-            optimizer = torch.optim.Adam if name == "Adam" else torch.optim.SGD
-            options = dict(forms=F, slip=slip, optimizer=optimizer, lr=lr, steps=30, seeds=40)
-            near(curve, train(reward, **options)[0][:, [15, 30]].double())
+            options = dict(forms=F, slip=slip, optimizer=getattr(torch.optim, name), lr=lr)
+            near(curve, train(reward, **options, steps=30, seeds=40)[0].double())
         for slip, pull in zip((0.0, 0.3), pulls, strict=True):
             ours = first_pulls(reward, slip).double()
             near(pull["steps"], ours)
             assert pull["sd"] == pytest.approx(ours.std().item(), rel=0.12)
-            none = (ours == 0).double().mean().item()
-            assert pull["steps"].count(0) / 1000 == pytest.approx(none, abs=0.06)
 
 
 def first_pulls(reward, slip, K=2000, B=4, N=8, F=16):
@@ -125,87 +121,65 @@ def first_pulls(reward, slip, K=2000, B=4, N=8, F=16):
 def group(step, R, **more):
     """One line of train.py's samples.jsonl: four samples, of which the second is cut off."""
     line = {"step": step, "question": "Ana has\n\n3 bags.", "reference": "14", "R": R}
-    line |= {"answers": ["14", None, "18", "14"], "truncated": [False, True, False, False]}
-    return line | {"texts": [r"So \boxed{14}", "I count the\neggs and", "<b>18?", "14!"]} | more
-
-
-MATRICES = {"distinct_answers": ["14", "18"], "columns": [0, 2, 3], "log_P": [-1.0, -5.0, -2.0]}
-MATRICES |= {"log_W": [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]]}
-SAID = {"verdicts": ["right", None, "<i>wrong", "right"]}
-
-
-def as_file(lines):
-    return json.dumps("".join(json.dumps(line) + "\n" for line in lines))
+    line |= {"answers": ["14", None, "<b>18", "14"], "truncated": [False, True, False, False]}
+    line |= {"texts": [r"So \boxed{14}", "I count the\neggs and", "<b>18?", "14!"]} | more
+    return json.dumps(line) + "\n"
 
 
 def test_a_walk_through_the_page(script, tmp_path, finished_run):
-    log_W = torch.tensor([MATRICES["log_W"][0], [-torch.inf, -1.0, -torch.inf]])
-    R14, R18 = cer(log_W, torch.tensor(MATRICES["log_P"])).tolist()
-    cer_run = [group(1, [R14, 0, R18, R14], **MATRICES), group(2, [0.5] * 4, **MATRICES)]
-    wrong = {"verdicts": ["right", None, "wrong", "right"]}
-    mixed = [group(3, [0.6, 0, 0.1, 0.6], **SAID, **MATRICES)]
-    mixed += [group(3, [1.0, 0, 0, 1.0], **wrong), group(4, [0.2, 0, 0.3, 0.2], **wrong)]
-    bad = [group(1, [0.5] * 3), group(1, "0.5"), group("one", [0.5] * 4), group(1, [], texts=[])]
+    log_W = [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]]
+    matrices = {"distinct_answers": ["14", "<b>18"], "columns": [0, 2, 3]}
+    matrices |= {"log_W": log_W, "log_P": [-1.0, -5.0, -2.0]}
+    said = {"verdicts": ["right", None, "wrong", "right"]}
+    cer_run = group(1, [0.4, 0, 0.1, 0.4], **matrices) + group(2, [0.5] * 4, **matrices)
+    mixed = group(3, [0.6, 0, 0.1, 0.6], **said, **matrices)
+    mixed += group(3, [1.0, 0, 0, 1.0], **said) + group(4, [0.2, 0, 0.3, 0.2], **said)
     flags = f"--model {finished_run}/checkpoints/step-4 --dataset toy-test --limit 2 --runs 3"
-    assert script(evaluate, f"{flags} --max-new-tokens 48 --out {tmp_path}/scores")[0] == 0
+    script(evaluate, f"{flags} --max-new-tokens 48 --out {tmp_path}/scores")
     real = [(f / "samples.jsonl").read_text() for f in (finished_run, tmp_path / "scores")]
-    steps = f"""await frame(); await frame();
-        const digits = () => [table("numbers").at(-1), text("formula").split("= ").at(-1)];
-        check("the chosen reward", digits(), ["CER|.465|.443|.089|.085|.271", ".443"]);
-        check("and its bar", $("rewards").children[1].style.height.slice(0, 4), "44.2");
+    steps = f"""await drawn();
+        check("the rewards", table("numbers").at(-1), "CER|.465|.443|.089|.085|.271");
+        check("its bar", $("rewards").querySelector(".chosen").style.height.slice(0, 4), "44.2");
         const slip = () => [cells($("group").rows[2]).at(-2), $("dart-boxes").lastChild.style.left],
-          [before, place] = slip(), [lower] = $("darts").querySelectorAll("input");
-        await set(lower, .78);
+          [before, place] = slip();
+        await set($("darts").querySelector("input"), .78);
         check("the slip is made, and its dart stays", [before, ...slip()], [".108", ".431", place]);
-        check("no example", text("question"), "This is your own model.");
-        for (const [k, rewards] of [[1, ".492|.494|.308|.113"], [2, ".500|.346|.102|.103"]]) {{
-          await click($("examples").children[k]);
-          check("an example", table("numbers").at(-1).split("|").slice(1, 5).join("|"), rewards);
-        }}
+        await click($("examples").children[2]);
+        check("an example", table("numbers").at(-1), "CER|.500|.346|.102|.103|.180");
         await click($("examples").children[0]);
         $("group").rows[7].querySelector("button").focus();
-        check("a row's terms", [state.lit, cells($("group").tFoot.rows[0]).length], [5, 9]);
+        check("a row's terms", cells($("group").tFoot.rows[0])[6], ".02");
         await set($("M"), 1); await set($("first"), "same");
-        check("no advantage", table("group").slice(2, -1).every(tr => tr.endsWith("|.000")));
         check("a bias", text("bias").includes("off for"));
         await set($("first"), "own");
         await click($("more"));
         check("no bias", text("bias").includes("200 groups all means agree"));
         await learn();
         check("equal rates", /^At equal .* takes 3.\\s[^]* match 5.\\.$/.test(text("result")));
-        check("the pulls", table("pulls").slice(1).map(tr => tr.split("|")[2]),
-          [".010 ± .016", ".159 ± .045", ".010 ± .003", ".010 ± .003"]);
+        const pull = k => cells($("pulls").rows[k]).slice(2).join("|");
+        check("exact match and CER", [pull(1), pull(4)], [".010 ± .016|66%", ".010 ± .003|0%"]);
 
-        await open({as_file(cer_run)} + "\\n  \\n");
-        check("CER", [text("say"), $("judged").disabled, $("judged").label],
-          ["f: 2 groups. ", true, "this run recorded no verdicts"]);
-        check("its rows", table("samples").slice(0, 2), ["|s1|s4|s3|R|A", "P|.37|.14|.01"]);
-        const row = "1: ★ 14|.67|.24|.09|{R14:.3f}|+{R14 - (R14 + R18) / 3:.3f}";
-        check("the best", table("samples")[2], row.replaceAll("0.", "."));
-        await click($("samples").rows[5]);
-        check("the last", text("whose"), "Sample 2: (no answer) (truncated)");
+        await open({json.dumps(cer_run)} + "\\n  \\n{{");
+        check("a bad line", text("say").startsWith("f: 2 groups. 1 lines left out (line 5"));
+        check("CER", $("judged").label, "this run recorded no verdicts");
+        check("the best", table("samples")[2], "1: ★ 14|.67|.24|.09|.400|+.233");
+        check("a wrong one", table("samples")[4], "3: <b>18|||1.00|.100|-.167");
         await set($("index"), 99);
         check("the field stays in range", $("index").value, "1");
-        await set($("filter"), "zero");
-        check("one is left", $("part").nextElementSibling.value, "2");
-        await open({as_file(mixed)});
+        await open({json.dumps(mixed)});
         check("Rule+CER", [$("judged").label, cells($("samples").rows[0]).slice(-4)],
           ["by the verdicts of the data set's verifier", ["CER", "R", "A", "verdict"]]);
-        check("what it says is text", cells($("samples").rows[4]).at(-1), "<i>wrong");
         const left = [];
         for (const {{value}} of $("filter").options) {{
           await set($("filter"), value);
-          left.push(+$("part").nextElementSibling.value, +$("index").max);
+          left.push([$("part").nextElementSibling.value, $("index").max].join());
         }}
-        check("filters", left, [3, 2, 0, 0, 3, 2, 3, 2, 3, 1, 4, 1]);
-        await open({as_file(bad)});
+        check("filters", left, ["3,2", ",0", "3,2", "3,2", "3,2", "4,1"]);
+        await open({json.dumps(group(1, [0.5] * 3))});
         check("a bad file", text("say").startsWith("f is no samples.jsonl: line 1: R is"));
-        await open("{{\\n" + {as_file(cer_run)});
-        check("a bad line", text("say").startsWith("f: 2 groups. 1 lines left out (line 1"));
-        const rows = [];
-        for (const file of {json.dumps(real)}) {{
+        for (const [k, file] of {json.dumps(real)}.entries()) {{
           await open(file);
-          rows.push(groups.length, $("samples").querySelectorAll("[data-row]").length);
-        }}
-        check("the files of both scripts", rows, [8, 4, 2, 3]);"""
+          const rows = $("samples").querySelectorAll("[data-row]").length;
+          check("the files of both scripts", [groups.length, rows], [[8, 4], [2, 3]][k]);
+        }}"""
     assert in_browser(tmp_path, steps) == []
