@@ -13,22 +13,24 @@ With N samples (s_i, a_i) of one question:
     D           the row sums of W, as a diagonal matrix
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
-Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q).
-The s_j are samples of the prior pi(s|q), so it needs no factor: a likely solution is simply there
-more often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and
-the expectation of pi(a*|s,q) under it is that row times P. Given a_i, a sample's own solution is a
-sample of the posterior and the others are samples of the prior. This makes the reward unbiased at
-every N, E[ R_i | a_i = a ] = rho(a, a*), if every box that opens also closes and is not empty. A
-sample that opens no box does no harm: as a column it would have W = 0 (docs/theory.md).
+Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). The
+s_j are samples of the prior pi(s|q), so it needs no factor: a likely solution is simply there more
+often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and the
+expectation of pi(a*|s,q) under it is that row times P. Given a_i, s_i is a sample of the posterior,
+so P_i has the mean rho. Given also which columns there are, but not which of them is s_i, P_i has
+the mean R_i, since s_i is column j with the probability that row i of D^-1 W gives to it. So the
+reward is unbiased at every N, E[ R_i | a_i = a ] = rho(a, a*), if every box that opens also closes
+and is not empty. A sample that opens no box does no harm: as a column it would have W = 0
+(docs/theory.md).
 
 R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
 because by Theorem 2 (below) both have the same expected reward.
 
 Two things keep the expected gradient from being exactly the policy gradient with the reward rho.
-Solution i is a column of its own R_i, and draws it towards its own P: R_i is unbiased given a_i,
-but not given (s_i, a_i). Solution i is also a column of every other R_k, so the baseline of sample
-i depends on sample i. The effect is small: over random finite distributions the two gradients have
-a median cosine of .998 at N = 16 (docs/theory.md).
+Solution i is a column of R_i, and draws R_i towards P_i: R_i is unbiased given a_i, but not given
+(s_i, a_i). Solution i is also a column of every other R_k, so the baseline of sample i depends on
+sample i. The effect is small: over random finite distributions the two gradients have a median
+cosine of .998 at N = 16 (docs/theory.md).
 
 A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
 similar reward. A wrong answer mostly comes from other solutions, and gets a small one; but a slip,
@@ -82,8 +84,8 @@ class Matrices:
 def rewards(model, tokenizer, prompt, completions, reference, M=None):
     """CER of the N samples of one question -> (R [N], fp32, on the CPU; Matrices).
 
-    prompt: token ids. completions: N lists of token ids as they were sampled. Each answer is
-    averaged over M of the solutions, or over all by default (see choose_solutions).
+    prompt: token ids. completions: N lists of token ids as they were sampled. For each answer
+    P is averaged over M of the solutions, or over all by default (see choose_solutions).
 
     No gradient flows through R. A sample without a closed box gets reward 0, and has neither row
     nor column. (If it opened a box that never closed, this biases the other rewards, since its

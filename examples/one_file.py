@@ -97,7 +97,8 @@ def log_pi(model, tokenizer, context, answer):
 
     The closing brace can also change the tokens before it: an answer that ends in "(C)}" may end in
     the tokens `(C` and `)}`, but with the closing brace in `(C`, `)` and `}}`. So the beginnings of
-    both count. Those up to `(C` begin both, but are one key of `ways`, so they count once. (Rarer
+    both count. Shared beginnings (up to `(C`) are one key of `ways`, so they
+    count once. (Rarer
     ways to spell an answer are left out: this is a lower bound.)
     """
     finished = f"{{{answer}}}".encode()
