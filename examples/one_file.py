@@ -34,7 +34,7 @@ B, N, STEPS, LR, MAX_NEW_TOKENS = 16, 8, 50, 6e-4, 32
 
 def sample(model, tokenizer, prompt):
     """Sample N completions of a prompt -> N lists of token ids, each up to its first stop token."""
-    # pi itself, unchanged: the solutions must be samples of the prior pi(s|q).
+    # pi itself, unchanged: Bayes needs solutions that are samples of the prior pi(s|q).
     distribution = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     prompts = torch.tensor([prompt] * N)
     out = model.generate(prompts, max_new_tokens=MAX_NEW_TOKENS, **distribution)
@@ -97,9 +97,8 @@ def log_pi(model, tokenizer, context, answer):
 
     The closing brace can also change the tokens before it: an answer that ends in "(C)}" may end in
     the tokens `(C` and `)}`, but with the closing brace in `(C`, `)` and `}}`. So the beginnings of
-    both count. Shared beginnings (up to `(C`) are one key of `ways`, so they
-    count once. (Rarer
-    ways to spell an answer are left out: this is a lower bound.)
+    both count. A beginning that both share is one key of `ways`, so it counts once. (Rarer ways to
+    spell an answer are left out: this is a lower bound.)
     """
     finished = f"{{{answer}}}".encode()
     without_brace = tokenizer.encode("{" + answer, add_special_tokens=False)
