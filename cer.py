@@ -16,12 +16,16 @@ With N samples (s_i, a_i) of one question:
 Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). The
 s_j are samples of the prior pi(s|q), so it needs no factor: a likely solution is simply there more
 often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and the
-expectation of pi(a*|s,q) under it is that row times P. Given a_i, s_i is a sample of the posterior,
-so P_i has the mean rho. Given also which columns there are, but not which of them is s_i, P_i has
-the mean R_i, since s_i is column j with the probability that row i of D^-1 W gives to it. So the
-reward is unbiased at every N, E[ R_i | a_i = a ] = rho(a, a*), if every box that opens also closes
-and is not empty. A sample that opens no box does no harm: as a column it would have W = 0
-(docs/theory.md).
+expectation of pi(a*|s,q) under it is that row times P.
+
+Given a_i, s_i is a sample of the posterior, so P_i has the mean rho. The columns are all draws from
+the prior. Given them too, but not which one is s_i, it is column j with the probability in row i of
+D^-1 W (Bayes), so P_i has the mean R_i. Hence the reward is unbiased at every N,
+
+    E[ R_i | a_i = a ] = rho(a, a*),
+
+if every box that opens also closes and is not empty. A sample that opens no box does no harm: as a
+column it would have W = 0 (docs/theory.md).
 
 R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
 because by Theorem 2 (below) both have the same expected reward.
