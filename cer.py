@@ -155,10 +155,10 @@ def answer_logprobs(model, tokenizer, contexts, answers):
         after {14                 and begins with     }
 
     and any text may follow its brace (`}$`, `4}.`). The probability is the sum over these ways. So
-    it is in examples/one_file.py, also where the brace changes the tokens before it: SmolLM2 ends
-    the answer `\text{(C)}` with the token `)}`, but with the closing brace, `\text{(C)}}`, with `)`
-    and `}}`, and both count. Still rarer ways to spell an answer are left out, so the score is a
-    lower bound (docs/measurements.md compares it with a real model's samples).
+    it is in examples/one_file.py, also where the brace changes the tokens before it: SmolLM2 spells
+    the end of `\text{(C)}` as `)}`, but once the brace of the box follows, as `)` and `}}`. Both
+    spellings count. Still rarer ways to spell an answer are left out, so the score is a lower bound
+    (docs/measurements.md compares it with a real model's samples).
 
     Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
     usually one more that reads all answers after each of its contexts. A naive scorer runs
