@@ -234,7 +234,7 @@ class RunLog:
             span = max(math.ceil(len(steps) / 10), min(10, len(steps) // 2))
         for name in "reward", "exact_match", "answered":
             first, last = (brief(part[name].mean()) for part in (steps[:span], steps[-span:]))
-            print(f"  {name:16}  first {first}, last {last} (means of {span} steps)")
+            print(f"  {name:16}  first {first}, last {last} (mean of {span} of {len(steps)} steps)")
         if rare := list(best[best < RARE].index):
             print(f"  {len(rare)} of {len(best)} questions never had a reward of {RARE:g}, such as")
             for question in rare[:3]:

@@ -77,7 +77,7 @@ def report_boxes(model, tokenizer, problems):
     boxed = sum(bool(group.answers[0]) for group in groups)
     print(f"{boxed} of {len(groups)} samples of demonstrated questions box an answer")
     if boxed < len(groups):
-        print("more --epochs or a larger --lr help; train.py learns little where boxes are rare")
+        print("for more: --epochs or --lr. train.py learns little where boxes are rare")
 
 
 def read_demonstrations(path):

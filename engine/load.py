@@ -31,6 +31,7 @@ def load(name_or_dir, device, check=True):
 
 def load_tokenizer(name_or_dir):
     path = Path(name_or_dir)
+    require(path.is_dir() or len(path.parts) < 3, f"{path}: no such directory")
     if saved := checkpoints(path):
         raise InputError(f"{path} is a run, not a model; its last checkpoint is {saved[-1][1]}")
     return from_pretrained(AutoTokenizer, name_or_dir)

@@ -83,7 +83,7 @@ def check_host(actor, out, cpu_offload, checkpoints):
     GB, ranks_here = 1e9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted = checkpoints * (12 + actor.dtype.itemsize) * parameters / GB
     disk = shutil.disk_usage(existing(out)).free / GB
-    line = f"{checkpoints} more checkpoints take {wanted:.3g} of the {disk:.3g} GB of free disk"
+    line = f"{checkpoints} more checkpoints would take {wanted:.3g} of {disk:.3g} GB of free disk"
     require(wanted < disk, f"--out {out}: {line}: use a smaller --keep")
     if not torch.cuda.is_available():
         return line  # plan_memory has looked at the host's memory

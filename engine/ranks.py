@@ -58,7 +58,7 @@ def choose_directory(out, name, resume=False):
         if (out / "lock").exists():
             lock(out).close()  # refuses if another process holds it
         used = {path.name for path in out.glob("*")} - {"lock", "warm-start", "config.json.partial"}
-        require(resume or not used, f"--out {out} is not empty: choose a new directory")
+        require(resume or not used, f"--out {out} is not empty: use a new one or train.py --resume")
     dist.barrier()
     return out
 

@@ -52,7 +52,7 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     positions = getattr(model.config, "max_position_embeddings", None) or math.inf
     rooms = [max(1, min(max_new_tokens, positions - len(prompt))) for prompt in prompts]
     if short := sum(room < max_new_tokens for room in rooms):
-        say(f"{short} of {len(rooms)} samples may end early: the model has {positions} positions")
+        say(f"the model has {positions} positions: {short} samples get less than {max_new_tokens}")
     rows = [Row(prompt, room) for prompt, room in zip(prompts, rooms)]
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
     bar = progress(name, unit=" tokens", unit_scale=True)

@@ -48,7 +48,7 @@ def test_a_log_has_a_line_a_step(finished_run):
     assert len(steps) == 4 and "\r" not in err
     numbers = "  ".join(rf"{name} \S+" for name in report.IN_THE_LOG)
     assert re.fullmatch(rf"step 4/4  {numbers}  \S+ s/step  eta 0:00:00", steps[3])
-    assert re.search(r"reward +first \S+, last \S+ \(means of 2 steps\)", out)
+    assert re.search(r"reward +first \S+, last \S+ \(mean of 2 of 4 steps\)", out)
     assert re.search(r"pass@1 +first \S+ ± \S+, last \S+ ± \S+, change \S+ ± \S+ \(", out)
     assert re.search(r"before training  pass@1 \S+ ± \S+\n  a sample: .* -> .*\((righ|wron)", err)
     assert re.search(r"never had a reward of 0.0001, such as\n    .* How many \w+\?", out)

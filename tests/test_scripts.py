@@ -238,11 +238,12 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
     (train, "--out good.jsonl/x", r"--out good.jsonl/x: .*good.jsonl is not a directory"),
     (train, "--model .", r"the model \. .*a directory with safetensors and tokenizer.json"),
+    (evaluate, "--model runs/x/step-4", r"runs/x/step-4: no such directory"),
     (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
     (train, "--resume --out {run} --eval-runs 3", r"eval_runs was 2 and is 3"),
     (train, "--resume --out {run} --lr 1", r"cannot go on, since .*lr was 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
-    (evaluate, "--out {run}", r"run is not empty: choose a new directory"),
+    (evaluate, "--out {run}", r"run is not empty: use a new one or train.py --resume"),
     (train, "--dataset control.jsonl", r"no question is left; 1 of 1 questions have a control"),
     (evaluate, "--out old", r"old/results.json: expected an object with flags"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
