@@ -18,9 +18,9 @@ s_j are samples of the prior pi(s|q), so it needs no factor: a likely solution i
 often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and the
 expectation of pi(a*|s,q) under it is that row times P.
 
-Given a_i, s_i is a sample of the posterior, so P_i has the mean rho. The columns are all draws from
-the prior. Given them too, but not which one is s_i, it is column j with the probability in row i of
-D^-1 W (Bayes), so P_i has the mean R_i. Hence the reward is unbiased at every N,
+Given a_i, s_i is a sample of the posterior, so P_i has the mean rho. The other columns are samples
+of the prior. Given all columns, but not which one is s_i, it is column j with the probability in
+row i of D^-1 W (Bayes), so P_i has the mean R_i. Hence the reward is unbiased at every N,
 
     E[ R_i | a_i = a ] = rho(a, a*),
 
@@ -165,9 +165,9 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     len(contexts) x len(answers) full passes.
 
     model: a Hugging Face model in eval mode with sdpa attention over the whole context, whose
-    logits are lm_head of the last hidden state (see engine.load.check_model).
-    Raises ValueError for other attention, training mode, an empty context, or an unsupported
-    tokenizer.
+    logits are lm_head of the last hidden state (train.py checks this in engine.load.check_model).
+    Raises ValueError for another implementation of attention than sdpa, training mode, an empty
+    context, or an unsupported tokenizer.
     """
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()  # PEFT: the same modules, adapters included
@@ -208,8 +208,8 @@ class Spelling(NamedTuple):
 
 def spellings(vocab, row, answer):
     """The tokens of "{answer", and those of "{answer}" without the last one, which holds the
-    brace, if these are others -> list of one or two Spelling. A beginning t_1..t_i that both share
-    would count twice, so the second one has no closers there."""
+    brace, if these are others -> list of one or two Spelling, whose probabilities add up. A
+    beginning t_1..t_i that both share would count twice, so the second has no closers there."""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
     finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
     found, seen = [], set()
@@ -279,7 +279,8 @@ def read_answers(model, token_lists, lengths, cache):
 
 def log_finished(lm_head, states, spelling):
     """The sum over all ways to close the box within one spelling. states [n, k + 1, H]: the last
-    hidden states after t_1..t_i, i = 0..k -> log pi [n]."""
+    hidden states after t_1..t_i, i = 0..k -> log pi [n]. Where a beginning has no closers (the
+    other spelling has them), the logsumexp over none is -inf and adds nothing."""
     # Summed in fp64, so that hundreds of additions do not add up their rounding errors.
     log_beginning = torch.zeros(len(states), dtype=torch.double, device=states.device)
     log_ways = []  # for each i: log pi(t_1..t_i, then a closer)
