@@ -19,8 +19,9 @@ often. The posterior over the N solutions is then row i of W divided by its sum,
 expectation of pi(a*|s,q) under it is that row times P.
 
 Given a_i, s_i is a sample of the posterior, so P_i has the mean rho. The other columns are samples
-of the prior. Given all columns, but not which one is s_i, it is column j with the probability in
-row i of D^-1 W (Bayes), so P_i has the mean R_i. Hence the reward is unbiased at every N,
+of the prior. Now suppose all columns are known, but not which one is s_i. Then s_i is column j with
+probability (D^-1 W)_ij, by Bayes; the prior of the columns is a common factor and cancels. So R_i
+is the mean of P_i, given the columns. Hence the reward is unbiased at every N,
 
     E[ R_i | a_i = a ] = rho(a, a*),
 
@@ -31,10 +32,10 @@ R is a constant: no gradient flows through it. With one, CER would be exact matc
 because by Theorem 2 (below) both have the same expected reward.
 
 Two things keep the expected gradient from being exactly the policy gradient with the reward rho.
-Solution i is a column of R_i, and draws R_i towards P_i: R_i is unbiased given a_i, but not given
-(s_i, a_i). Solution i is also a column of every other R_k, so the baseline of sample i depends on
-sample i. The effect is small: over random finite distributions the two gradients have a median
-cosine of .998 at N = 16 (docs/theory.md).
+R_i uses column i, which draws it towards P_i: R_i is unbiased given a_i, but not given (s_i, a_i).
+Every other R_k uses column i too, so the baseline of sample i depends on sample i. The effect is
+small: over random finite distributions the two gradients have a median cosine of .998 at N = 16
+(docs/theory.md).
 
 A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
 similar reward. A wrong answer mostly comes from other solutions, and gets a small one; but a slip,
@@ -115,7 +116,7 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
 
     reward_of = dict(zip(answers, cer(log_W, log_P).tolist()))
     if reference:
-        reward_of[""] = 0.0  # of an empty box
+        reward_of[""] = 0.0  # an empty box, unless the reference is empty too
     R = torch.tensor([reward_of[box.answer] if box else 0.0 for box in boxes])
     return R, Matrices(answers, columns, log_W, log_P)
 
@@ -146,19 +147,10 @@ def answer_logprobs(model, tokenizer, contexts, answers):
 
     What is scored is a *finished* answer, with its closing brace. Without the brace "1" would
     collect the probability of "14", "15" and "10/3"; the sum over answers could exceed 1 and
-    Theorem 2 would not hold. The brace often shares its token with its neighbours. If `{14` has the
-    tokens `{`, `1` and `4`, the token that closes the box can come
-
-        right after the context   and begins with  {14}
-        after {                   and begins with   14}
-        after {1                  and begins with    4}
-        after {14                 and begins with     }
-
-    and any text may follow its brace (`}$`, `4}.`). The probability is the sum over these ways. So
-    it is in examples/one_file.py, also where the brace changes the tokens before it: SmolLM2 spells
-    the end of `\text{(C)}` as `)}`, but once the brace of the box follows, as `)` and `}}`. Both
-    spellings count. Still rarer ways to spell an answer are left out, so the score is a lower bound
-    (docs/measurements.md compares it with a real model's samples).
+    Theorem 2 would not hold. As in examples/one_file.py (log_pi), the probability is the sum over
+    all ways to write the answer: a beginning t_1..t_i of its tokens, then one of the tokens that
+    close the box there, in both of its spellings. Still rarer ways are left out, so the score is a
+    lower bound (docs/measurements.md compares it with a real model's samples).
 
     Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
     usually one more that reads all answers after each of its contexts. A naive scorer runs
@@ -182,19 +174,18 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
     passes = list(batches(spelled, lambda spelling: len(spelling.tokens), ANSWER_TOKENS_AT_ONCE))
-    longest_pass = max((sum(len(each.tokens) for each in group) for group in passes), default=0)
+    longest = max((sum(len(each.tokens) for each in group) for group in passes), default=0)
 
     scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
-    all_columns, size = range(len(contexts)), lambda j: len(contexts[j]) + longest_pass
-    for columns in batches(all_columns, size, TOKENS_AT_ONCE):
-        lengths, first, cache = read_contexts(model, [contexts[j] for j in columns])
+    for some in batches(range(len(contexts)), lambda j: len(contexts[j]) + longest, TOKENS_AT_ONCE):
+        lengths, last, cache = read_contexts(model, [contexts[j] for j in some])
         for group in passes:
             hidden = read_answers(model, [spelling.tokens for spelling in group], lengths, cache)
             for spelling, states in zip(group, hidden):
-                states = torch.cat([first[:, None], states], dim=1)  # [n, k + 1, H]
+                states = torch.cat([last[:, None], states], dim=1)  # [n, k + 1, H]
                 log_pi = log_finished(model.lm_head, states, spelling)  # [n]
-                row = scores[spelling.row, columns]
-                scores[spelling.row, columns] = row.logaddexp(log_pi)  # one spelling more
+                before = scores[spelling.row, some]  # the other spelling's, or -inf
+                scores[spelling.row, some] = before.logaddexp(log_pi)
     return scores
 
 
@@ -208,8 +199,9 @@ class Spelling(NamedTuple):
 
 def spellings(vocab, row, answer):
     """The tokens of "{answer", and those of "{answer}" without the last one, which holds the
-    brace, if these are others -> list of one or two Spelling, whose probabilities add up. A
-    beginning t_1..t_i that both share would count twice, so the second has no closers there."""
+    brace, if they differ -> list of one or two Spelling, whose probabilities add up. A beginning
+    t_1..t_i that both share would count twice, so the second has no closers there. (In one_file.py
+    such a beginning is one key of a dictionary.)"""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
     finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
     found, seen = [], set()
@@ -241,8 +233,8 @@ def read_answers(model, token_lists, lengths, cache):
     whose keys and values are in the cache -> the last hidden states [n, k, H] of each answer.
 
     The answers lie end to end in one row. A token attends to its context, and to its own answer up
-    to itself. For the answers 14 and 9 after the context "so \boxed", x marks what the token that
-    labels the line attends to:
+    to itself. For the answers 14 and 9 after the context "so \boxed", the x of a line mark what its
+    token attends to:
 
                  so \boxed    { 1 4    { 9
         {         x    x      x . .    . .
@@ -282,12 +274,12 @@ def log_finished(lm_head, states, spelling):
     hidden states after t_1..t_i, i = 0..k -> log pi [n]. Where a beginning has no closers (the
     other spelling has them), the logsumexp over none is -inf and adds nothing."""
     # Summed in fp64, so that hundreds of additions do not add up their rounding errors.
-    log_beginning = torch.zeros(len(states), dtype=torch.double, device=states.device)
-    log_ways = []  # for each i: log pi(t_1..t_i, then a closer)
-    at_once = max(1, LOGITS_AT_ONCE // len(states))  # positions whose logits are held at a time
+    n, log_ways = len(states), []  # for each i: log pi(t_1..t_i, then a closer)
+    log_beginning = torch.zeros(n, dtype=torch.double, device=states.device)
+    at_once = max(1, LOGITS_AT_ONCE // n)  # positions whose logits are held at a time
     for part in states.split(at_once, dim=1):
         for logp in lm_head(part).float().log_softmax(-1).unbind(1):  # after t_1..t_i  [n, V]
-            i = len(log_ways)
+            i = len(log_ways)  # tokens of the beginning
             log_ways.append(log_beginning.float() + logp[:, spelling.closers[i]].logsumexp(1))
             if i < len(spelling.tokens):
                 log_beginning = log_beginning + logp[:, spelling.tokens[i]]
@@ -310,8 +302,8 @@ def exact_cer(prior, likelihood):
 
 
 def choose_solutions(U, row_of, M):
-    """The M solutions that each of U distinct answers is averaged over -> bool [U, solutions].
-    row_of: for each solution which of the answers it produced, from 0 to U - 1.
+    """For each of U distinct answers the M solutions that its reward averages over -> bool [U,
+    solutions]. row_of: for each solution which of the answers it produced, from 0 to U - 1.
 
     For each answer the solutions that produced it come first, then others at random. Eq. 8 leaves
     the choice open; this one is that of the authors' code. If all answers shared the same M

@@ -108,8 +108,7 @@ def main():
     path.with_suffix(".md").write_text(text)
     print(text)
     names = {RUNS / f"{prefix}-{name}-{seed}": name for name, seed in zip(lines.name, lines.seed)}
-    runs = [run for run in names if run.exists()]
-    if runs:
+    if runs := [run for run in names if run.exists()]:
         plot.draw_curves(runs, [names[run] for run in runs], path.with_suffix(".png"))
 
 
@@ -169,13 +168,12 @@ def run_script(command, out):
 
 def evaluate(out, step, held_out, when):
     """The shares of 4 samples of each held-out question, after a step of a run, that are right,
-    whose working is right, and that are slips, which are wrong after right work."""
+    whose working is right, and that are slips: after right work, not counted as right."""
     directory = out / f"evaluation-{step}"
     command = f"evaluate.py --model {out}/checkpoints/step-{step} --dataset {held_out} {WHOLE}"
     run_script(f"{command} --out {directory}", out)
     samples = pandas.DataFrame(read_rows(directory / "samples.jsonl"))
-    asked = zip(samples.question, samples.text)
-    work = pandas.Series([right_work(question, text) for question, text in asked])
+    work = pandas.Series(list(map(right_work, samples.question, samples.text)))
     return {
         f"pass@1 {when}": round(samples.correct.mean(), 4),
         f"right work {when}": round(work.mean(), 4),

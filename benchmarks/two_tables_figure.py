@@ -2,7 +2,7 @@
 
     python benchmarks/two_tables_figure.py     # runs/two_tables.png, in two minutes
     python benchmarks/two_tables_figure.py --forms 16 --lr .05 .1 .2 .4
-    python benchmarks/two_tables_figure.py --causes     # in five minutes
+    python benchmarks/two_tables_figure.py --causes     # in eight minutes
 
 K policies, one for each seed, are trained at once. A step samples N answers to each of B questions.
 There are S solutions and V = S F answers. pass@1 is the probability of value 0 in any form. Slips
@@ -97,12 +97,15 @@ CURVES |= {"exact match": (COLOURS["exact"], "--", 2.5), "CER": (COLOURS["cer"],
 
 # The panels of --causes: each changes one thing, with 16 forms unless it says otherwise.
 CAUSES = {f"own forms, sd {sd}": {"skew": float(sd), "own_forms": True} for sd in range(4)} | {
+    "own forms, sd 2, std": {"skew": 2.0, "own_forms": True, "by_std": True},
     "only pi(s) learns": {"fixed_answers": True},
-    "64 questions": {"questions": 64},
     "all six columns": {"all_columns": True},
     "8, unequal, std, in order": {"forms": 8, "skew": 2.0, "by_std": True, "in_order": True},
-    "SGD, lr: 20, 200 steps": {"optimizer": torch.optim.SGD, "lr": 20.0, "steps": 200},
+    "no slips": {"slip": 0.0},
 }
+CAUSES |= {f"64 questions, slip {p:g}": {"questions": 64, "slip": p} for p in (0.0, 0.3)}
+SGD = {"optimizer": torch.optim.SGD, "steps": 200}
+CAUSES |= {f"SGD, lr: {lr:g}, 200 steps": SGD | {"lr": lr} for lr in (5.0, 20.0, 80.0)}
 
 
 def draw_panel(axis, title, curves, steps, **options):

@@ -3,9 +3,9 @@ r"""CER in one file: a language model answers, judges its own answers, and learn
     python examples/one_file.py     # five minutes on one CPU core
 
 This is the whole method with a real (tiny) language model, and nothing is fast. Every answer is
-scored after every solution by one or two full forward passes. The rest of the repository computes
-the same rewards and the same gradient in batches (tests/test_one_file.py compares them). Only an
-answer with braces of its own, such as \frac{1}{2}, is not found here.
+scored after every solution by full forward passes, one for each of its spellings. The rest of the
+repository computes the same rewards and the same gradient in batches (tests/test_one_file.py
+compares them). Only sampled answers with braces of their own, as in \frac{1}{2}, are not found.
 
 From the repository come the toy's questions with reference answers (toy.rows), its tiny Qwen3 after
 a short supervised start (toy_model.warm_start), and toy.same_number, which tells us, but not the
@@ -61,13 +61,13 @@ def cut(tokenizer, ids):
     \boxed; the answer between the braces), or None if no box is closed. (The toy's tokenizer never
     merges \boxed with the brace that follows.)"""
     text = join(tokenizer, ids)
-    boxes = list(re.finditer(rb"\\boxed(?P<box>\{(?P<answer>[^{}]*)\})", text))
-    if not boxes:
+    found = list(re.finditer(rb"\\boxed(?P<braces>\{(?P<answer>[^{}]*)\})", text))
+    if not found:
         return None
     length = 0
-    while len(join(tokenizer, ids[:length])) < boxes[-1].start("box"):
+    while len(join(tokenizer, ids[:length])) < found[-1].start("braces"):
         length += 1
-    return ids[:length], boxes[-1]["answer"].decode("utf-8", "replace")
+    return ids[:length], found[-1]["answer"].decode("utf-8", "replace")
 
 
 # 2. Reward: R = D^-1 W P. -------------------------------------------------------------------------
@@ -87,25 +87,32 @@ def closers(tokenizer, rest):
 
 @torch.no_grad()
 def log_pi(model, tokenizer, context, answer):
-    """log pi("{answer}" | context), the log-probability that the model goes on with this answer and
+    r"""log pi("{answer}" | context), the log-probability that the model writes this answer and
     closes the box. The context ends just before the brace that opens the box.
 
-    The closing brace often shares its token with its neighbours: "{14}" may end in the tokens `}`
-    or `}.` after "{14", and in `4}` after "{1". So the model finishes the answer by first writing a
-    beginning t_1..t_i of its tokens, and then any token that begins with the rest of "{answer}".
-    Different beginnings exclude each other, so their probabilities add up.
+    The closing brace often shares its token with its neighbours. If "{14" has the tokens `{`, `1`
+    and `4`, the token that closes the box can come
 
-    The closing brace can also change the tokens before it: an answer that ends in "(C)}" may end in
-    the tokens `(C` and `)}`, but with the closing brace in `(C`, `)` and `}}`. So the beginnings of
-    both count. A beginning that both share is one key of `ways`, so it counts once. (Rarer ways to
-    spell an answer are left out: this is a lower bound.)
+        right after the context   and begins with  {14}
+        after {                   and begins with   14}
+        after {1                  and begins with    4}
+        after {14                 and begins with     }
+
+    and any text may follow its brace (`}$`, `4}.`). So the answer can be written in many ways: a
+    beginning t_1..t_i of its tokens, then one of the tokens that close the box there. No way is the
+    start of another, so their probabilities add up.
+
+    The closing brace can also change the tokens before it. SmolLM2's tokenizer spells the end of
+    the answer \text{(C)} as `)}`, but once the brace of the box follows, as `)` and `}}`. So the
+    beginnings of both spellings count. A beginning that they share is one key of `ways`, so it
+    counts once. (Still rarer ways are left out, so this is a lower bound.)
     """
     finished = f"{{{answer}}}".encode()
     without_brace = tokenizer.encode("{" + answer, add_special_tokens=False)
     with_brace = tokenizer.encode("{" + answer + "}", add_special_tokens=False)
     ways = {}  # beginning -> log pi of the beginning and of a token that closes the box after it
     for tokens in {tuple(without_brace), tuple(with_brace[:-1])}:  # [-1] holds the closing brace
-        logp = log_probs(model, [*context, *tokens])[len(context) - 1 :]  # [len(tokens) + 1, V]
+        logp = log_probs(model, [*context, *tokens])[len(context) - 1 :]  # row i: after t_1..t_i
         for i in range(len(tokens) + 1):
             beginning = tokens[:i]
             rest = finished[len(join(tokenizer, beginning)) :]
@@ -154,12 +161,12 @@ def main():
     for step in range(1, STEPS + 1):
         mean_reward = right = 0.0
         for question in order.sample(questions, B):
-            prompt = tokenizer.encode(question["question"] + "\n")
+            prompt = tokenizer.encode(question["question"] + "\n")  # as in the supervised start
             completions = sample(model, tokenizer, prompt)
             R = rewards(model, tokenizer, prompt, completions, question["answer"])
             A = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
             # R and A are constants (log_pi has no gradient). With a gradient through R the step
-            # would be that of exact match in expectation, because both have the same mean reward.
+            # would be exact match's in expectation, since CER and exact match have the same mean.
             for ids, A_i in zip(completions, A):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients

@@ -18,10 +18,14 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+try:
+    from accelerate import PartialState
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+except ModuleNotFoundError:
+    sys.exit("trl_cer.py needs TRL: pip install -r requirements-dev.txt")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
 
