@@ -35,8 +35,7 @@ RUNS = ROOT / "runs" / "compare_rewards"
 REWARDS = ["cer", "exact", "verifree", "rule", "rule+cer"]
 TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy_model.LEARNING_RATE)
 REAL_RECIPE = "--questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --keep 6 --eval-limit 50"
-REAL_RECIPE += " --eval-runs 2 --eval-every 10"
-REAL_RECIPE += " --eval-temperature 1 --eval-top-p 1 --eval-top-k 0"  # as on the toy
+REAL_RECIPE += " --eval-runs 2 --eval-every 10 --eval-temperature 1 --eval-top-p 1 --eval-top-k 0"
 # A real model is evaluated on 50 questions while it is trained, and on all 200 after two thirds of
 # its steps and at the end.
 WHOLE = "--runs 4 --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 40"

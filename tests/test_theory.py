@@ -196,9 +196,10 @@ def test_two_tables():
 def test_two_tables_with_slips():
     """In units of the form's probability. Before training all wrong values receive the same, so the
     expected gradient is parallel to the verifier's."""
-    before, late = two_tables(0.3, table(1)), two_tables(0.3, table(1), right=0.99)
-    found = [*rho_of(*before), *rho_of(*late)[:2]]
-    assert found == approx([0.54] + [0.11] * 5 + [0.70, 0.68], abs=0.005)
+    before = two_tables(0.3, table(1))
+    late = [rho_of(*two_tables(slip, table(1), right=0.99))[:2] for slip in (0.3, 0.05)]
+    found = torch.cat([rho_of(*before), *late]).tolist()
+    assert found == approx([0.54] + [0.11] * 5 + [0.70, 0.68, 0.95, 0.79], abs=0.005)
     ours, verifier = gradient(*before, rho_of(*before)), gradient(*before, torch.eye(6)[0])
     assert (ours - 0.4293051 * verifier).abs().max() < 1e-8
 
