@@ -6,6 +6,8 @@ The sampler is the one used in training. By default its settings are the paper's
 temperature 0.6, top-p 0.95, top-k 20.
 """
 
+from engine import cli, files  # isort: skip  (first, as in train.py)
+
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +16,6 @@ import pandas
 import torch
 import torch.distributed as dist
 
-from engine import cli, files
 from engine.checkpoints import fingerprint
 from engine.console import is_rank_0, say
 from engine.load import load

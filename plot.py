@@ -7,6 +7,8 @@ RUN is a directory that train.py wrote. --question is the index of a group in sa
 the first and -1 the last. Figures are SVG unless --out has another ending.
 """
 
+from engine.cli import Parser, require, run_script  # isort: skip  (first, as in train.py)
+
 import math
 import re
 from pathlib import Path
@@ -19,7 +21,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 
-from engine.cli import Parser, require, run_script
 from engine.files import read_config, read_rows
 
 matplotlib.rcParams |= {

@@ -7,11 +7,12 @@
 main() is the method. Below it stand the parts of its set-up, and the flags.
 """
 
+from engine import cli  # isort: skip  (first, so that Ctrl-C during the other imports is quiet)
+
 from pathlib import Path
 
 import torch.distributed as dist
 
-from engine import cli
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.cli import require
 from engine.console import progress, say

@@ -7,13 +7,14 @@ Each row of the file has a `question` (or `problem`) and a `solution` that ends 
 you would like the model to write it. Twenty rows can be enough.
 """
 
+from engine import cli  # isort: skip  (first, so that Ctrl-C during the other imports is quiet)
+
 import os
 import shlex
 import shutil
 
 import torch.distributed as dist
 
-from engine import cli
 from engine.cli import require
 from engine.files import read_rows
 from engine.load import load

@@ -30,8 +30,6 @@ def run_script(main):
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     try:
         sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:  # the reader of our output is gone, as under `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

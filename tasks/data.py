@@ -140,8 +140,7 @@ def find_reference(row):
     box = split_answer(text)
     if in_solution or (box and text.strip() == rf"\boxed{{{box[1]}}}"):
         text = box[1] if box else ""
-    is_list = isinstance(answer, list)
-    require(not is_list, "the reference is a list: several accepted spellings are not supported")
+    require(not isinstance(answer, list), "the reference is a list: only one spelling can be given")
     require(text.strip(), "no reference (`answer` as text or number, or `solution` with a box)")
     whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
     require(whole, "the reference cannot be boxed: check its braces")

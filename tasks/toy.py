@@ -108,8 +108,7 @@ def demonstration(rng, train):
 
 def value_of(answer):
     """The number that an answer states in the words of the 8 forms, or None."""
-    words = re.sub(rf"^it is | in total$| ({'|'.join(UNITS)})$", "", answer)
-    return NUMBERS.get(words)
+    return NUMBERS.get(re.sub(rf"^it is | in total$| ({'|'.join(UNITS)})$", "", answer))
 
 
 def same_number(answer, reference):
