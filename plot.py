@@ -158,7 +158,7 @@ def draw_curves(runs, names, out, window=10):
         top = max(axis.dataLim.y1, 0.1 if key in SHARES else 1e-3)
         top = 1 if key in SHARES and top > 0.5 else top
         axis.set(title=title, ylim=(-0.02 * top, 1.04 * top))
-        axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else ""))
+        axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else " (band: 95%, or seeds)"))
     handles = figure.axes[0].get_legend_handles_labels()
     columns = max(1, min(6, 130 // (6 + max(map(len, names)))))
     figure.legend(*handles, loc="outside lower center", ncols=columns)
@@ -170,7 +170,7 @@ def draw_seeds(axis, tables, key, over, smooth, label, **style):
     the highest. The band of a single seed is 1.96 standard errors, if they were logged."""
     curves = [table[key].astype(float).dropna() for table in tables]
     y = pandas.concat(curves, axis=1, join="inner")  # [steps, seeds]
-    y = y.rolling(smooth, min_periods=1).mean()
+    y = y.rolling(smooth, min_periods=min(smooth, len(y))).mean().dropna()
     require(len(y), f"{label}: no step has a value for {key} in every seed")
     x = pandas.concat([table[over] for table in tables], axis=1).loc[y.index].mean(axis=1)
     mean, low, high = y.mean(axis=1), y.min(axis=1), y.max(axis=1)
@@ -215,7 +215,7 @@ def save(figure, out):
 def main():
     parser = Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
-    parser.add_argument("--question", type=int, metavar="K", help="index of a group, from 0")
+    parser.add_argument("--question", type=int, metavar="K", help="group in samples.jsonl, from 0")
     parser.add_argument("--out", help="output file, .svg, .png or .pdf (default: in the first RUN)")
     args = parser.parse_args()
     runs = [Path(run) for run in args.runs]

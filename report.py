@@ -222,7 +222,7 @@ class RunLog:
             rows = pandas.DataFrame(read_rows(self.out / "evaluations.jsonl"))
             by_step = rows.groupby(["index", "step"]).correct.mean().unstack()  # [questions, steps]
             change = by_step.iloc[:, -1] - by_step.iloc[:, 0]  # paired by question
-            change = f"{brief(change.mean())} ± {brief(change.sem())} (± SE; up to 2 may be noise)"
+            change = f"{brief(change.mean())} ± {brief(change.sem())} (SE; within 2 SE maybe noise)"
             print(f"  pass@1            first {first}, last {last}, change {change}")
         steps = pandas.DataFrame([line for line in lines if "seconds" in line])
         asked = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
@@ -236,11 +236,11 @@ class RunLog:
             first, last = (brief(part[name].mean()) for part in (steps[:span], steps[-span:]))
             print(f"  {name:16}  first {first}, last {last} (mean of {span} of {len(steps)} steps)")
         if rare := list(best[best < RARE].index):
-            print(f"  {len(rare)} of {len(best)} questions never had a reward of {RARE:g}, such as")
+            print(f"  {len(rare)} of {len(best)} questions never had a reward > {RARE:g}, such as")
             for question in rare[:3]:
                 print(f"    {' '.join(question.split())[-90:]}")
         minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
-        print("  minutes           " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
+        print("  training minutes  " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
         out = shlex.quote(str(self.out))
         print(f"  model             {out}/checkpoints/step-{self.last_step}")
         print(f"  curves            python plot.py {out}")

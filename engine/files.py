@@ -108,7 +108,7 @@ def check_same(out, before, now, free=()):
     {name: value}; free: the names that may change."""
     pairs = [(name, before.get(name), now.get(name)) for name in before | now if name not in free]
     changed = ", ".join(f"{name} was {was} and is {is_}" for name, was, is_ in pairs if was != is_)
-    require(not changed, f"{out} cannot go on, since {changed}: choose a new directory")
+    require(not changed, f"{out} cannot go on, since {changed}: keep it, or choose a new directory")
 
 
 def checkpoints(run):

@@ -1,5 +1,6 @@
 """The processes of a run: their group, their random numbers, and when they stop."""
 
+import atexit
 import datetime
 import logging
 import math
@@ -35,6 +36,8 @@ def init_ranks():
         dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        # Without this, a script that ends early is sometimes aborted by its threads.
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     if dist.get_rank() > 0:  # only rank 0 warns
         logging.disable(logging.WARNING)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -58,7 +61,7 @@ def choose_directory(out, name, resume=False):
         if (out / "lock").exists():
             lock(out).close()  # refuses if another process holds it
         used = {path.name for path in out.glob("*")} - {"lock", "warm-start", "config.json.partial"}
-        require(resume or not used, f"--out {out} is not empty: use a new one or train.py --resume")
+        require(resume or not used, f"--out {out} is not empty: use another or (train.py) --resume")
     dist.barrier()
     return out
 

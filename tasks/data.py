@@ -66,8 +66,8 @@ def load_problems(name_or_path, limit=None, verifier=None):
             continue
         problems.append(problem)
         if problem.reference != problem.reference.strip():
-            noted["the reference has whitespace at an end, which is part of a*"].append(number)
-    notes = [f"{what}: {len(at)} of {len(rows)} rows, first {at[:3]}" for what, at in noted.items()]
+            noted["the reference has whitespace at an end, which counts"].append(number)
+    notes = [f"{what} ({len(at)} of {len(rows)}: rows {at[:3]})" for what, at in noted.items()]
     columns = f"the columns are {', '.join(rows[0])}"
     require(problems, f"{name}: no row can be used; {'; '.join(notes)}; {columns}")
     for note in notes:

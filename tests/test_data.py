@@ -63,7 +63,7 @@ def test_the_columns_of_the_hub(load_rows, capsys):
     assert [problem.verifier for problem in problems] == ["text"] * 10 + ["letter"] * 2
     assert problems[10].question == "f\nA: p\nB: q"
     assert problems[11].question.endswith("\nK: 10\nL: 11")
-    assert "at an end, which is part of a*: 1 of 12 rows, first [4]\n" in capsys.readouterr().err
+    assert "at an end, which counts (1 of 12: rows [4])\n" in capsys.readouterr().err
 
 
 def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
@@ -78,10 +78,10 @@ def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     # The limit counts usable rows.
     assert load_rows([*bad, good, good, good], limit=2) == [Problem("q", "14", "text")] * 2
     said = capsys.readouterr().err
-    assert "is a list: several accepted" in said
-    rows = {"braces": "1, 9", "box": "2, 3, 5", "supported": "4", "text": "13, 20"}
+    assert "is a list: only one spelling" in said
+    rows = {"braces": "1, 9", "box": "2, 3, 5", "given": "4", "text": "13, 20"}
     rows |= {"problem": "10, 11, 12", "option": "16, 23", "options": "17, 18, 19"}
-    said = re.findall(r"(\w+)\W*: (\d+) of 26 rows, first \[(.*)\]", said)
+    said = re.findall(r"(\w+)\W* \((\d+) of 26: rows \[(.*)\]", said)
     assert {what: first for what, _, first in said} == rows | {"number": "21, 22"}
     assert sum(int(count) for _, count, _ in said) == len(bad)
     with pytest.raises(InputError, match=r"rows.jsonl, row 2: no verifier \['math'\], only"):

@@ -139,7 +139,6 @@ def test_a_walk_through_the_page(script, tmp_path, finished_run):
     real = [(f / "samples.jsonl").read_text() for f in (finished_run, tmp_path / "scores")]
     steps = f"""await drawn();
         check("the rewards", table("numbers").at(-1), "CER|.465|.443|.089|.085|.271");
-        check("its bar", $("rewards").querySelector(".chosen").style.height.slice(0, 4), "44.2");
         const slip = () => [cells($("group").rows[2]).at(-2), $("dart-boxes").lastChild.style.left],
           [before, place] = slip();
         await set($("darts").querySelector("input"), .78);
@@ -147,25 +146,26 @@ def test_a_walk_through_the_page(script, tmp_path, finished_run):
         await click($("examples").children[2]);
         check("an example", table("numbers").at(-1), "CER|.500|.346|.102|.103|.180");
         await click($("examples").children[0]);
+        draw({{ time: null }});  // play the slices, to the end
+        for (const move of $("posterior").getAnimations({{ subtree: true }})) move.finish();
+        await set($("time"), 0);
+        check("the slider", $("posterior").firstChild.offsetHeight < .5 * $("model").offsetHeight);
         $("group").rows[7].querySelector("button").focus();
         check("a row's terms", cells($("group").tFoot.rows[0])[6], ".02");
         await set($("M"), 1); await set($("first"), "same");
-        check("a bias", text("bias").includes("off for"));
-        await set($("first"), "own");
+        check("a bias", text("bias").includes("off for")); await set($("first"), "own");
         await click($("more"));
-        check("no bias", text("bias").includes("200 groups all means agree"));
-        await learn();
-        check("equal rates", /^At equal .*\\s+at step 3., .* step 5.\\.$/.test(text("result")));
+        check("no bias", text("bias").includes("200 groups all means agree")); await learn();
+        check("equal rates", /^At equal .*\\s+at step 3. with CER.* step 5. /.test(text("result")));
         const pull = k => cells($("pulls").rows[k]).slice(2).join("|");
         check("exact match and CER", [pull(1), pull(4)], [".010 ± .016|66%", ".010 ± .003|0%"]);
 
         await open({json.dumps(cer_run)} + "\\n  \\n{{");
-        check("a bad line", text("say").startsWith("f: 2 groups. 1 lines left out (line 5"));
+        check("a bad line", text("say").startsWith("f: 2 groups. Left out: 1 (line 5"));
         check("CER", $("judged").label, "this run recorded no verdicts");
         check("the best", table("samples")[2], "1: ★ 14|.67|.24|.09|.400|+.233");
         check("a wrong one", table("samples")[4], "3: <b>18|||1.00|.100|-.167");
-        await set($("index"), 99);
-        check("the field stays in range", $("index").value, "1");
+        await set($("index"), 99); check("the field stays in range", $("index").value, "1");
         await open({json.dumps(mixed)});
         check("Rule+CER", [$("judged").label, cells($("samples").rows[0]).slice(-4)],
           ["by the verdicts of the data set's verifier", ["CER", "R", "A", "verdict"]]);
@@ -179,7 +179,7 @@ def test_a_walk_through_the_page(script, tmp_path, finished_run):
         check("a bad file", text("say").startsWith("f is no samples.jsonl: line 1: R is"));
         for (const [k, file] of {json.dumps(real)}.entries()) {{
           await open(file);
-          const rows = $("samples").querySelectorAll("[data-row]").length;
+          const rows = $("samples").querySelectorAll("button").length;
           check("the files of both scripts", [groups.length, rows], [[8, 4], [2, 3]][k]);
         }}"""
     assert in_browser(tmp_path, steps) == []

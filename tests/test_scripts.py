@@ -225,7 +225,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (
         train,
         "--dataset columns.jsonl",
-        r"columns.jsonl: no row can be used; .* no question .* first \[1\]; .* are prompt",
+        r"columns.jsonl: no row can be used; .* no question .* rows \[1\]\); .* are prompt",
     ),
     (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
@@ -243,7 +243,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out {run} --eval-runs 3", r"eval_runs was 2 and is 3"),
     (train, "--resume --out {run} --lr 1", r"cannot go on, since .*lr was 0.0006 and is 1.0"),
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
-    (evaluate, "--out {run}", r"run is not empty: use a new one or train.py --resume"),
+    (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (train, "--dataset control.jsonl", r"no question is left; 1 of 1 questions have a control"),
     (evaluate, "--out old", r"old/results.json: expected an object with flags"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
