@@ -222,7 +222,7 @@ class RunLog:
             rows = pandas.DataFrame(read_rows(self.out / "evaluations.jsonl"))
             by_step = rows.groupby(["index", "step"]).correct.mean().unstack()  # [questions, steps]
             change = by_step.iloc[:, -1] - by_step.iloc[:, 0]  # paired by question
-            change = f"{brief(change.mean())} ± {brief(change.sem())} (SE; within 2 SE maybe noise)"
+            change = f"{brief(change.mean())} ± {brief(change.sem())} (SE; noise may reach 2 SE)"
             print(f"  pass@1            first {first}, last {last}, change {change}")
         steps = pandas.DataFrame([line for line in lines if "seconds" in line])
         asked = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
