@@ -19,14 +19,14 @@ often. The posterior over the N solutions is then row i of W divided by its sum,
 expectation of pi(a*|s,q) under it is that row times P.
 
 Given a_i, s_i is a sample of the posterior, so P_i has the mean rho. The other columns are samples
-of the prior. Now suppose all columns are known, but not which one is s_i. Then s_i is column j with
-probability (D^-1 W)_ij, by Bayes; the prior of the columns is a common factor and cancels. So R_i
-is the mean of P_i, given the columns. Hence the reward is unbiased at every N,
+of the prior. Now suppose a_i and all columns are known, but not which one is s_i. Whichever it is,
+the columns have the same probability, so by Bayes it is column j with probability (D^-1 W)_ij. So
+R_i is the mean of P_i, given the columns. Hence the reward is unbiased at every N,
 
     E[ R_i | a_i = a ] = rho(a, a*),
 
-if every box that opens also closes and is not empty. A sample that opens no box does no harm: as a
-column it would have W = 0 (docs/theory.md).
+if every box that opens also closes, is the last one and is not empty. A sample that opens no box
+does no harm: as a column it would have W = 0 (docs/theory.md).
 
 R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
 because by Theorem 2 (below) both have the same expected reward.

@@ -5,7 +5,7 @@ r"""CER in one file: a language model answers, judges its own answers, and learn
 This is the whole method with a real (tiny) language model, and nothing is fast. Every answer is
 scored after every solution by full forward passes, one for each of its spellings. The rest of the
 repository computes the same rewards and the same gradient in batches (tests/test_one_file.py
-compares them). Only sampled answers with braces of their own, as in \frac{1}{2}, are not found.
+compares them). One exception: sampled answers with braces, such as \frac{1}{2}, are not found.
 
 From the repository come the toy's questions with reference answers (toy.rows), its tiny Qwen3 after
 a short supervised start (toy_model.warm_start), and toy.same_number, which tells us, but not the
