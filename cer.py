@@ -18,15 +18,16 @@ s_j are samples of the prior pi(s|q), so it needs no factor: a likely solution i
 often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and the
 expectation of pi(a*|s,q) under it is that row times P.
 
-Given a_i, s_i is a sample of the posterior, so P_i has the mean rho. The other columns are samples
-of the prior. Now suppose a_i and all columns are known, but not which one is s_i. Whichever it is,
-the columns have the same probability, so by Bayes it is column j with probability (D^-1 W)_ij. So
-R_i is the mean of P_i, given the columns. Hence the reward is unbiased at every N,
+Given a_i, s_i is a sample of the posterior, so P_i has the mean rho. Suppose a_i and all columns
+are known, but not which one is s_i. Before a_i is known, each is equally likely, since all are
+samples of the prior. Column j gives a_i with probability W_ij, so by Bayes s_i is column j with
+probability (D^-1 W)_ij. So R_i is the mean of P_i, given the columns. Hence the reward is unbiased
+at every N,
 
     E[ R_i | a_i = a ] = rho(a, a*),
 
-if every box that opens also closes, is the last one and is not empty. A sample that opens no box
-does no harm: as a column it would have W = 0 (docs/theory.md).
+if M = N and every box that opens also closes, is the last one and is not empty. A sample that opens
+no box does no harm: as a column it would have W = 0 (docs/theory.md).
 
 R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
 because by Theorem 2 (below) both have the same expected reward.
@@ -199,9 +200,9 @@ class Spelling(NamedTuple):
 
 def spellings(vocab, row, answer):
     """The tokens of "{answer", and those of "{answer}" without the last one, which holds the
-    brace, if they differ -> list of one or two Spelling, whose probabilities add up. A beginning
-    t_1..t_i that both share would count twice, so the second has no closers there. (In one_file.py
-    such a beginning is one key of a dictionary.)"""
+    brace -> list of one or two Spelling, whose probabilities add up. A beginning t_1..t_i that
+    both share would count twice, so the second has no closers there (in one_file.py such a
+    beginning is one key of a dictionary). If it has none at all, it is left out."""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
     finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
     found, seen = [], set()
@@ -212,7 +213,7 @@ def spellings(vocab, row, answer):
             rest = finished[len(vocab.join(beginning)) :]
             closers.append([] if beginning in seen else vocab.beginning_with(rest))
             seen.add(beginning)
-        if any(closers):  # else the second spelling adds nothing
+        if any(closers):
             found.append(Spelling(row, tokens, closers))
     return found
 

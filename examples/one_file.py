@@ -3,8 +3,8 @@ r"""CER in one file: a language model answers, judges its own answers, and learn
     python examples/one_file.py     # five minutes on one CPU core
 
 This is the whole method with a real (tiny) language model, and nothing is fast. Every answer is
-scored after every solution by full forward passes, one for each of its spellings. The rest of the
-repository computes the same rewards and the same gradient in batches (tests/test_one_file.py
+scored after every solution by full forward passes (one for each spelling, see log_pi). The rest of
+the repository computes the same rewards and the same gradient in batches (tests/test_one_file.py
 compares them). One exception: sampled answers with braces, such as \frac{1}{2}, are not found.
 
 From the repository come the toy's questions with reference answers (toy.rows), its tiny Qwen3 after
@@ -102,8 +102,8 @@ def log_pi(model, tokenizer, context, answer):
     beginning t_1..t_i of its tokens, then one of the tokens that close the box there. No way is the
     start of another, so their probabilities add up.
 
-    The closing brace can also change the tokens before it. SmolLM2's tokenizer spells the end of
-    the answer \text{(C)} as `)}`, but once the brace of the box follows, as `)` and `}}`. So the
+    The brace of the box can also change the tokens before it. SmolLM2's tokenizer spells the end of
+    the answer \text{(C)} as `)}`, but with the brace of the box after it as `)` and `}}`. So the
     beginnings of both spellings count. A beginning that they share is one key of `ways`, so it
     counts once. (Still rarer ways are left out, so this is a lower bound.)
     """
@@ -165,7 +165,7 @@ def main():
             completions = sample(model, tokenizer, prompt)
             R = rewards(model, tokenizer, prompt, completions, question["answer"])
             A = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
-            # R and A are constants (log_pi has no gradient). With a gradient through R the step
+            # R and A are constants (see no_grad above). With a gradient through R the step
             # would be exact match's in expectation, since CER and exact match have the same mean.
             for ids, A_i in zip(completions, A):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
