@@ -26,7 +26,7 @@ sys.path.append(sys.path[0] + "/..")  # where tasks/ is
 from tasks import toy, toy_model
 
 # Questions in a step, samples of each, optimizer steps, learning rate, longest completion
-B, N, STEPS, LR, MAX_NEW_TOKENS = 16, 8, 50, 6e-4, 32
+B, N, STEPS, LR, MAX_NEW_TOKENS = 16, 8, 45, 6e-4, 32
 
 
 # 1. Sample N solutions and answers. ---------------------------------------------------------------
