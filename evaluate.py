@@ -22,7 +22,7 @@ from engine.load import load
 from engine.ranks import all_gather, choose_directory, init_ranks, seed_everything
 from report import say_hours
 from rollout import sample
-from tasks.data import HUB, TOY, Problem, load_problems
+from tasks.data import HUB, TOY, load_problems, to_problem
 from tasks.verifiers import VERIFIERS, verdict
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
@@ -83,7 +83,7 @@ def save_results(out, flags, results):
 
 def answer(model, tokenizer, question, runs, max_new_tokens, **settings):
     """Print some samples of one question, each with its answer."""
-    problem = Problem(question, reference="")
+    problem = to_problem({"question": question, "answer": "?"}, verifier="text")
     [group] = sample(model, tokenizer, [problem], runs, max_new_tokens, **settings)
     for text, boxed in zip(group.texts, group.answers):
         print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")

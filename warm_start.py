@@ -53,6 +53,7 @@ def main():
     require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
     order = iter(in_epochs(pairs, steps * args.batch, args.seed))
     loss = supervise(model, order, steps, args.batch, args.lr, stop)
+    require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
     save(model.eval(), tokenizer, out)
     report_boxes(model, tokenizer, [problem for problem, _ in demonstrations[:8]])
     train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])

@@ -112,7 +112,7 @@ def check_model(model, tokenizer):
         raise InputError(str(error)) from error
     prompt = torch.tensor([vocab.encode(r"so \boxed")], device=model.device)
     hidden = model.base_model(input_ids=prompt, use_cache=False).last_hidden_state
-    require(hidden.isfinite().all(), f"{name}: the model's weights hold nan or infinity")
+    require(all(p.isfinite().all() for p in model.parameters()), f"{name}: weights are not finite")
     both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)
     config = sampling_config(model, max_new_tokens=2, **both)
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
