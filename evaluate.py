@@ -83,6 +83,7 @@ def save_results(out, flags, results):
 
 def answer(model, tokenizer, question, runs, max_new_tokens, **settings):
     """Print some samples of one question, each with its answer."""
+    # The question is checked as one of a data set, where a reference is needed; none is used here.
     problem = to_problem({"question": question, "answer": "?"}, verifier="text")
     [group] = sample(model, tokenizer, [problem], runs, max_new_tokens, **settings)
     for text, boxed in zip(group.texts, group.answers):

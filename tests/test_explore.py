@@ -139,6 +139,7 @@ def test_a_walk_through_the_page(script, tmp_path, finished_run):
     real = [(f / "samples.jsonl").read_text() for f in (finished_run, tmp_path / "scores")]
     steps = f"""await drawn();
         check("the rewards", table("numbers").at(-1), "CER|.465|.443|.089|.085|.271");
+        check("its bar", $("rewards").querySelector(".chosen").style.height.slice(0, 4), "44.2");
         const slip = () => [cells($("group").rows[2]).at(-2), $("dart-boxes").lastChild.style.left],
           [before, place] = slip();
         await set($("darts").querySelector("input"), .78);

@@ -175,9 +175,8 @@ def test_an_evaluation_goes_on_where_it_stopped(script, toy_model_dir, tmp_path,
 
 def test_a_model_is_asked_one_question(script, toy_model_dir):
     asked = ["--ask", "Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"]
-    code, out, err = script(
-        evaluate, f"--model {toy_model_dir} --max-new-tokens 32 --runs 3", *asked
-    )
+    flags = f"--model {toy_model_dir} --max-new-tokens 32 --runs 3"
+    code, out, err = script(evaluate, flags, *asked)
     assert code == 0 and out.count("\n-> ") == 3 and "boxed" in out, err
     assert not list(Path().iterdir())
 
