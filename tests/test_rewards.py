@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 from unittest import mock
 
 import pytest
@@ -14,57 +13,44 @@ import reward_functions
 from engine.tokens import split_answer
 from reward_functions import REWARDS
 from runtime.cli import InputError
-from tasks import data, general_verifier, toy, verifiers
-from tasks.verifiers import verdict
+from tasks import data, general_verifier, toy
+from tasks.verifiers import is_right
 
-VERDICTS = {  # (verifier, reference): {answer: verdict}
-    ("math", r"\frac{1}{2}"): {r"\dfrac12": "right", "0.5": "right"},  # as the authors set it up
-    ("math", "x+1"): {"1+x": "right"},
-    ("math", "14"): {"14": "right", r"14 \text{ cm}": "right", "15": "wrong", "": "unparsed"},
-    ("letter", "B"): {"B": "right", "A": "wrong", "B.": "wrong"},
-    ("text", "New York"): {" new  york.": "right", "York": "wrong"},  # case, spaces, ends
-    ("text", "NH3"): dict.fromkeys(["NH_3", "NH$_3$", "$NH_{3}$", r"\text{NH}_3"], "right"),
-    ("text", "0 °C"): {"0°C": "right"},
-    ("text", "3 1/2"): {"31/2": "wrong"},
-    ("text", "12_5"): {"125": "wrong"},
-    ("text", r"\frac{1}{23}"): {r"\frac{12}{3}": "wrong"},
-    ("text", "5"): {"-5": "wrong", "5.": "right"},  # a sign is no punctuation
-    ("text", ".5"): {"5": "wrong", "0.5": "wrong", "(.5.": "wrong"},  # nor the point of .5
-    ("text", "Zürich"): {"Zu\u0308rich": "right", "“$Zürich$”": "right"},
-    ("text", "3,600 s"): {"3600 s": "right", "36,00 s": "wrong"},
-    ("text", "..."): {"": "wrong"},
-    ("toy-rule", "it is 14"): {"14 eggs": "right", "fourteen": "wrong", "1 4": "wrong"},
-    ("toy-truth", "it is 14"): {"fourteen": "right", "15": "wrong"},  # it knows words too
+VERDICTS = {  # (verifier, reference): {answer: whether it is right}
+    ("math", r"\frac{1}{2}"): {r"\dfrac12": True, "0.5": True},  # as the authors set it up
+    ("math", "x+1"): {"1+x": True},
+    ("math", "14"): {"14": True, r"14 \text{ cm}": True, "15": False, "": False, None: False},
+    ("letter", "B"): {"B": True, "A": False, "B.": False},
+    ("text", "New York"): {" new  york.": True, "York": False},  # case, spaces, ends
+    ("text", r"\text{the fi\$h}"): {"The ﬁh": True},
+    ("text", "3 1/2"): {"31/2": False},
+    ("text", "102"): {"10²": False, "１０２": True},
+    ("text", "5"): {"-5": False, "5.": True},  # a sign is no punctuation
+    ("text", ".5"): {"5": False, "0.5": False, "(.5.": False},  # nor the point of .5
+    ("text", "Zürich"): {"Zu\u0308rich": True, "“$Zürich$”": True},
+    ("text", "..."): {"": False},
+    ("toy-rule", "it is 14"): {"14 eggs": True, "fourteen": False, "1 4": False},
+    ("toy-truth", "it is 14"): {"fourteen": True, "15": False},  # it knows words too
 }
 
 
 def test_verdicts():
     for (verifier, reference), expected in VERDICTS.items():
         problem = data.Problem("q", reference, verifier)
-        assert {answer: verdict(problem, answer) for answer in expected} == expected
+        assert {answer: is_right(problem, answer) for answer in expected} == expected
 
 
 def test_the_rule_asks_once_for_each_last_box(tokenizer, monkeypatch):
     texts = [r"\boxed{7}, no: \boxed{14}.", r"\boxed{14}, no: \boxed{7}.", "14", r"\boxed{7}"]
-    monkeypatch.setattr(reward_functions, "verdict", asked := mock.Mock(side_effect=verdict))
+    monkeypatch.setattr(reward_functions, "is_right", asked := mock.Mock(side_effect=is_right))
     R, [record] = reward_functions.rule([group_of(tokenizer, texts, "14", "math")])
     assert R.tolist() == [[1, 0, 0, 0]]
     assert record["verdicts"] == ["right", "wrong", None, "wrong"] and asked.call_count == 2
 
 
-def test_time_outs_are_counted_apart(monkeypatch):
-    def too_slow(gold, prediction, timeout_seconds):
-        time.sleep(timeout_seconds)
-        return False
-
-    monkeypatch.setattr(verifiers, "math_verify_equal", too_slow)
-    monkeypatch.setattr(verifiers, "MATH_VERIFY_SECONDS", 0.1)
-    assert verdict(data.Problem("q", "14"), "15") == "timeout"
-
-
 def test_references_of_math500_equal_themselves(shared_data):
     problems = data.load_problems(shared_data / "math500.jsonl")[::5]
-    assert {verdict(problem, problem.reference) for problem in problems} == {"right"}
+    assert all(is_right(problem, problem.reference) for problem in problems)
 
 
 # ------------------------------------------------------------------------ all of them by definition
@@ -114,7 +100,7 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
 
     def ask(verifier_model, pairs):
         asked.extend(pairs)
-        return ["right" if "14" in answer else "undecided" for _, answer in pairs]
+        return ["14" in answer for _, answer in pairs]
 
     monkeypatch.setattr(reward_functions, "ask", ask)
     texts = [["no box"] * 6] + [random_texts(rng, a_star) for _ in range(4)]
@@ -140,11 +126,11 @@ def test_the_verifier_is_asked_in_the_words_it_was_trained_on(shared_data):
 
 
 DECISIONS = {
-    "\n\nBoth fractions equal one half.\n\nFinal Decision: Yes": "right",
-    "The student gives 15 where the truth is 14. Final Decision: No<|im_end|>": "wrong",
-    "The student wrote 'Final Decision: Yes'. Final Decision: No": "wrong",
-    "Final Decision: Yes/No": "undecided",
-    "If correct, the decision would be Yes. To decide, we": "undecided",  # cut off
+    "\n\nBoth fractions equal one half.\n\nFinal Decision: Yes": True,
+    "The student gives 15 where the truth is 14. Final Decision: No<|im_end|>": False,
+    "The student wrote 'Final Decision: Yes'. Final Decision: No": False,
+    "Final Decision: Yes/No": False,
+    "If correct, the decision would be Yes. To decide, we": False,  # cut off
 }
 
 
@@ -164,8 +150,6 @@ RETURNED = [
     (torch.ones(2, 1), [{}]),
     (torch.tensor([[1.0, torch.nan]]), [{}]),
     (torch.ones(1, 2), []),
-    [[1.0, 0.0]],
-    (torch.ones(1, 2), [{"of": torch.ones(2)}]),  # JSON cannot hold it
 ]
 
 
@@ -179,7 +163,7 @@ def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, r
 def test_rewards_of_other_types_become_floats(tokenizer, monkeypatch):
     groups = [group_of(tokenizer, ["a", "b"], "7")]
     for R in torch.tensor([[True, False]]), torch.tensor([[1, 0]]):
-        mine = lambda groups, R=R, **_: (R, ({} for _ in groups))  # noqa: E731
+        mine = lambda groups, R=R, **_: (R, [{}])  # noqa: E731
         monkeypatch.setitem(reward_functions.REWARDS, "mine", (mine, None))
         R, records = reward_functions.compute_rewards("mine", groups)
         assert R.dtype == torch.float32 and R.tolist() == [[1.0, 0.0]] and records == [{}]

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import cer
 from engine.load import load
-from rollout import chat_messages, encode_prompt
 from tasks import toy_model
 from tasks.data import load_problems
+from tasks.prompts import chat_messages, encode_prompt
 
 
 @pytest.mark.parametrize("trainer", ["", "--grpo"])
