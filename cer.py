@@ -204,17 +204,15 @@ def spellings(vocab, answer):
     counts once. What the first has taken is left to the first."""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
     finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
-    closers_of, found = {}, []
+    ways, found = {}, []
     for tokens in without_brace, with_brace[:-1]:
-        beginnings = [tuple(tokens[:i]) for i in range(len(tokens) + 1)]
-        closers = []
-        for beginning in beginnings:
-            new = beginning not in closers_of
+        new = {}
+        for beginning in (tuple(tokens[:i]) for i in range(len(tokens) + 1)):
             rest = finished[len(vocab.join(beginning)) :]
-            closers_of.setdefault(beginning, vocab.beginning_with(rest))
-            closers.append(closers_of[beginning] if new else [])
-        if any(closers):
-            found.append(Spelling(tokens, closers))
+            new[beginning] = [] if beginning in ways else vocab.beginning_with(rest)
+        if any(new.values()):
+            found.append(Spelling(tokens, list(new.values())))
+        ways |= new
     return found
 
 

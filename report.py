@@ -1,5 +1,5 @@
 """What a run reports: a header, one line per step, warnings and a summary; and the files that it
-writes, config.json, metrics.jsonl and samples.jsonl."""
+writes, config.json, metrics.jsonl and samples.jsonl. Also what judge.py prints."""
 
 import datetime
 import json
@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 
+import numpy
 import pandas
 import torch
 import torch.distributed as dist
@@ -94,6 +95,71 @@ def warning(numbers):
         return f"most groups have no reward over {TINY:g}: shorten or demonstrate the references"
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "in every group all samples received the same reward, so this step had no gradient"
+
+
+# ------------------------------------------------------------------------------------ rewards judged
+
+
+def judgement(rows):
+    """What judge.py's rows of samples.jsonl say about their rewards -> (text, table)."""
+    names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
+    frame = pandas.DataFrame([row | row["rewards"] for row in rows])
+    samples = frame[["reference", *lists, *names]].explode([*lists, *names]).infer_objects()
+    samples["answered"] = samples.answers.map(bool)
+    samples["verbatim"] = samples.answers == samples.reference
+    shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
+    answered = samples[samples.answered]  # indexed by question
+    both = (answered.groupby(level=0).right.nunique() == 2).sum()
+    table = pandas.DataFrame({name: judge_reward(samples, answered, name) for name in names}).T
+    lines = [
+        f"{len(rows)} questions x {len(rows[0]['answers'])} samples: "
+        + ", ".join(f"{name} {brief(share)}" for name, share in shares.items()),
+        f"{both} questions have both right and wrong answers; AUC is their mean",
+        table.to_string(float_format="{:.3g}".format, na_rep="-"),
+    ]
+    if "cer" in names and samples.right.any():
+        lines += ["least CER of right answers; the model rarely writes such references:"]
+        for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
+            answer = samples.loc[[k]].query("right").answers.iloc[0]
+            lines += [f"  {reward:.1e}  {answer!r:.50} for a* = {rows[k]['reference']!r:.50}"]
+    return "\n".join([*lines, advice(shares, table, len(rows))]), table
+
+
+def judge_reward(samples, answered, name):
+    """The row of one reward in judge.py's table. The interval is a bootstrap over questions."""
+    by_question = [(group[name], group) for _, group in answered.groupby(level=0)]
+    aucs = [auc(R[group.right], R[~group.right]) for R, group in by_question]
+    aucs = numpy.array([x for x in aucs if not math.isnan(x)] or [math.nan])
+    means = numpy.random.default_rng(0).choice(aucs, (2000, len(aucs))).mean(1)
+    right, wrong = answered[name][answered.right], answered[name][~answered.right]
+    groups = samples.groupby(level=0)[name]
+    return {
+        "AUC": aucs.mean(),
+        "from": numpy.quantile(means, 0.025),
+        "to": numpy.quantile(means, 0.975),
+        "mean if right": right.mean(),
+        "if wrong": wrong.mean(),
+        "right, nothing": (right < TINY).mean(),
+        "groups, equal": (groups.nunique() == 1).sum(),
+        "groups, tiny": (groups.max() < RARE).sum(),
+    }
+
+
+def auc(right, wrong):
+    """How often a right sample receives more than a wrong one of its question; ties count half."""
+    difference = right.to_numpy()[:, None] - wrong.to_numpy()
+    return ((difference > 0) + 0.5 * (difference == 0)).mean() if difference.size else math.nan
+
+
+def advice(shares, table, questions):
+    """What the numbers mean for training, in a sentence."""
+    if shares.right < 0.02:
+        return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
+    if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
+        return "Most rewards are tiny: shorten the references"
+    if shares.verbatim < 0.7 * shares.right:
+        return "Many right answers are not verbatim: use cer, or rule if a verifier reads them all"
+    return "Most right answers are verbatim: exact may do, and costs least"
 
 
 # ------------------------------------------------------------------------------------------ the log

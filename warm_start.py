@@ -17,7 +17,6 @@ from cer import check_scoring
 from engine.load import check_sampling, load
 from engine.supervised import supervise
 from engine.tokens import split_answer, vocabulary
-from rollout import sample
 from runtime import cli
 from runtime.cli import require
 from runtime.files import lock, read_rows
@@ -60,9 +59,8 @@ def main():
     loss = supervise(model, order, steps, args.batch, args.lr, stop)
     require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
     save(model.eval(), tokenizer, out)
-    report_boxes(model, tokenizer, problems[:8])
-    train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])
-    print(f"final loss {loss:.3f}; train with: {train}")
+    judge = shlex.join(["python", "judge.py", "--model", str(out), "--dataset", "FILE"])
+    print(f"final loss {loss:.3f}; see what it answers with: {judge}")
 
 
 def save(model, tokenizer, out):
@@ -78,15 +76,6 @@ def save(model, tokenizer, out):
     except Exception as error:  # a full disk raises errors of many types
         shutil.rmtree(partial, ignore_errors=True)
         raise cli.InputError(f"cannot save {out} ({cli.first_line(error)})") from error
-
-
-def report_boxes(model, tokenizer, problems):
-    """Sample the first demonstrations' questions, and say how many samples box an answer."""
-    groups = sample(model, tokenizer, problems, 1, 512, name="check")
-    boxed = sum(bool(group.answers[0]) for group in groups)
-    print(f"{boxed} of {len(groups)} samples of demonstrated questions box an answer")
-    if boxed < len(groups):
-        print("for more: --epochs or --lr. train.py learns little where boxes are rare")
 
 
 def read_demonstrations(path):
