@@ -1,6 +1,7 @@
 """The language model underneath: tokens as bytes, sampling, the policy."""
 
 import json
+import os
 import re
 
 import pytest
@@ -13,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
+from cer import check_scoring
 from engine import load, memory, policy, sampling
 from engine.sampling import generate
 from engine.tokens import split_answer, vocabulary
-from rollout import encode_prompt, sample
+from rollout import sample
 from runtime.cli import InputError
 from tasks import data, toy_model
+from tasks.prompts import encode_prompt
 
 # ------------------------------------------------------------------------------------------- tokens
 
@@ -82,7 +85,7 @@ def save(directory, model, tokenizer, **generation):
 
 
 def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_path):
-    """load() itself asserts that scores equal logits; here it has something to undo."""
+    """check_sampling asserts that scores equal logits; here load() has something to undo."""
     stop, model = tokenizer.eos_token_id, tiny_model(2 * len(tokenizer), initializer_range=0.02)
     penalties = dict(repetition_penalty=1.5, top_k=20, temperature=0.3, no_repeat_ngram_size=2)
     save(tmp_path, model, tokenizer, do_sample=True, eos_token_id=[stop, 7], **penalties)
@@ -171,13 +174,12 @@ LETTER = f"Which?\nA: x\n{BOXED} Please only provide the letter of the answer in
 
 def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
     number, letter = data.Problem("How many?", "14"), data.Problem("Which?\nA: x", "A", "letter")
-    assert tokenizer.decode(encode_prompt(tokenizer, number)) == "How many?\n"
+    for problem in number, letter:  # with the options of a multiple choice
+        assert tokenizer.decode(encode_prompt(tokenizer, problem)) == f"{problem.question}\n"
     assert qwen_tokenizer.decode(encode_prompt(qwen_tokenizer, letter)) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         f"<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
     )
-    with pytest.raises(InputError, match=r"question 'Q<eos>' has a control token, \['<eos>'\]"):
-        encode_prompt(tokenizer, data.Problem("Q<eos>", "14"))
     plain = toy_model.build_tokenizer()
     plain.chat_template = None
     for problem, text in (number, f"How many?\n{BOXED}"), (letter, LETTER):
@@ -185,15 +187,39 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
         assert prompt == f"You are a helpful assistant.\n\n{text}\n\n"
 
 
+TEMPLATES = {  # a question of two lines keeps its text, whatever becomes of the white space
+    "{{ messages[-1].content | replace('\n', ' ') }}": None,
+    "{{ messages[0].content }}": "drops the question 'How many",
+    "{% for part in messages[-1].content %}{{ part.text }}{% endfor %}": "drops the question",
+    "": "drops the question",
+    "{{ raise_exception('no system message') }}": r"template fails \(no system message\)",
+    "{{ 1 + 'one' }}": r"template fails \(unsupported operand",
+}
+
+
+@pytest.mark.parametrize("template, says", TEMPLATES.items())
+def test_a_chat_template_that_loses_the_question_is_refused(template, says):
+    tokenizer, problem = toy_model.build_tokenizer(), data.Problem("How many\n eggs?", "14")
+    tokenizer.chat_template = template or "{# nothing #}"
+    if says:
+        with pytest.raises(InputError, match=says):
+            encode_prompt(tokenizer, problem)
+    else:
+        assert "How many  eggs?" in tokenizer.decode(encode_prompt(tokenizer, problem))
+
+
 # ------------------------------------------------------------------------------------------- policy
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+CHECKS = load.check_sampling, check_scoring
 REFUSED = {
-    "no sliding window": dict(family="mistral", sliding_window=8),
-    "not laid out as Llama": dict(family="bert", is_decoder=True),
-    "dropout must be 0": dict(attention_dropout=0.1),
-    "dynamic RoPE is not supported": dict(rope_parameters=DYNAMIC),
+    r"mistral is not supported: it needs full attention in all layers": dict(
+        family="mistral", sliding_window=8
+    ),
+    "bert is not supported: ": dict(family="bert", is_decoder=True),
+    "qwen3 is not supported: dropout must be 0": dict(attention_dropout=0.1),
+    "dynamic RoPE depends on a batch's longest row": dict(rope_parameters=DYNAMIC),
     "more than the model has embeddings": dict(vocab_size=50),
 }
 
@@ -202,14 +228,14 @@ REFUSED = {
 def test_models_that_would_be_scored_wrongly_are_refused(tokenizer, tmp_path, says, config):
     save(tmp_path, tiny_model(len(tokenizer), **config), tokenizer)
     with pytest.raises(InputError, match=says):
-        load.load(tmp_path, "cpu")
+        load.load(tmp_path, "cpu", *CHECKS)
 
 
-OFFLOADED = "policy and Adam in CPU memory, since they do not fit on the GPU; 16,384 tokens"
+OFFLOADED = "16,384 tokens .*; policy and Adam in CPU memory, since they do not fit on the GPU"
 PLANS = [  # GB of the card, ranks, flags -> the line of the log, or what is refused
     (83, 1, {}, "memory: 9,827 tokens"),
-    (24, 1, {}, "6144 tokens .* about 22.9 GB .* and 15.5 GB are free: use more GPUs"),
-    (141, 1, dict(cpu_offload=True), "memory: policy and Adam in CPU memory; 16,384 tokens"),
+    (24, 1, {}, "6144 tokens .* about 22.9 GB .* and .* GB are free: use more GPUs"),
+    (141, 1, dict(cpu_offload=True), "16,384 tokens .*; policy and Adam in CPU memory$"),
     (83, 1, dict(microbatch_tokens=16_384), OFFLOADED),
     (34, 1, dict(microbatch_tokens=16_384), "16384 tokens in a micro-batch need"),
 ]
@@ -224,7 +250,8 @@ def test_the_policy_is_fitted_into_the_free_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(memory, "all_gather", lambda part: part)
     for card, ranks, flags, expected in PLANS:
-        monkeypatch.setattr(memory, "free_memory", lambda card=card: card * 1e9 - taken)
+        free = card * 1e9 - taken, None
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: free)
         monkeypatch.setattr(dist, "get_world_size", lambda ranks=ranks: ranks)
         try:
             tokens, offload, says = memory.plan_memory(actor, 6144, **flags)
@@ -259,15 +286,15 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
     with torch.device("meta"):
         actor = tiny_model(64, hidden_size=4096, num_hidden_layers=4).to(torch.bfloat16)
     size = sum(p.numel() for p in actor.parameters())
-    said = f"4 more checkpoints would take {4 * 14 * size / 1e9:.3g} of"
-    assert said in memory.check_host(actor, tmp_path, False, 4)
-    with pytest.raises(InputError, match="more checkpoints .* free disk: use a smaller --keep"):
-        memory.check_host(actor, tmp_path, False, 10**9)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "host memory: about 6" in memory.check_host(actor, tmp_path, False, 1)
-    monkeypatch.setattr(memory, "container_limit", lambda: 5e9)
-    with pytest.raises(InputError, match="host memory: about 6.* of 5 GB"):
-        memory.check_host(actor, tmp_path, False, 1)
+    said = f"disk: 5 more checkpoints would take {5 * 14 * size / 1e9:.3g} of"
+    assert said in memory.check_disk(actor, tmp_path, 4)
+    with pytest.raises(InputError, match="more checkpoints .* GB: use a smaller --keep"):
+        memory.check_disk(actor, tmp_path, 10**9)
+    bytes_of_host = iter([21 * size, 19 * size])
+    monkeypatch.setattr(os, "sysconf", lambda name: next(bytes_of_host) if "PHYS" in name else 1)
+    memory.check_host(actor)
+    with pytest.raises(InputError, match="policy and Adam need about .* GB of CPU memory"):
+        memory.check_host(actor)
 
 
 def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path):
@@ -279,7 +306,7 @@ def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path
     for changed, says in (nan, "not finite"), (lost, r"lacks 3 weights, such as .*layers.1.mlp"):
         save_file(changed, path, {"format": "pt"})
         with pytest.raises(InputError, match=says):
-            load.load(tmp_path, "cpu")
+            load.load(tmp_path, "cpu", load.check_sampling)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "falcon"])
