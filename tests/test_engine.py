@@ -249,6 +249,7 @@ def test_the_policy_is_fitted_into_the_free_memory(monkeypatch):
     taken = 2 * sum(p.numel() for p in actor.parameters())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(memory, "all_gather", lambda part: part)
+    monkeypatch.setattr(memory, "check_host", lambda actor: None)
     for card, ranks, flags, expected in PLANS:
         free = card * 1e9 - taken, None
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: free)

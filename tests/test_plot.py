@@ -82,12 +82,6 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, line):
     assert code == 0 and Path("a/curves.svg").exists(), err
 
 
-@pytest.mark.parametrize("wrong", [{"R": [0.1]}, {"log_P": [-0.7]}, {"distinct_answers": ["15"]}])
-def test_matrices_that_do_not_match_the_samples(script, wrong):
-    write_run("a", [], [GROUP | wrong])
-    assert "step 3: log_W and log_P do not match the samples" in script(plot, "a --question 0")[2]
-
-
 def test_metrics_that_cannot_be_drawn(script):
     write_run("a", [{"step": 1, "reward": None}], [])
     write_run("b", [{"step": 1, "reward": 0.1}] * 2, [])

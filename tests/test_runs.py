@@ -70,14 +70,6 @@ def test_a_checkpoint_without_some_of_its_files_is_refused(tmp_path, script, sto
     ), err
 
 
-def test_an_error_names_its_rank(script, monkeypatch):
-    for rank, name in ("0", "train.py"), ("1", "train.py, rank 1"):
-        monkeypatch.setenv("RANK", rank)
-        with monkeypatch.context() as patch:
-            patch.setattr(train, "init_ranks", None)
-            assert script(train, "--resume")[2].startswith(f"{name}: --resume needs --out")
-
-
 # --------------------------------------------------------------------------------- kills and stops
 
 
