@@ -105,7 +105,7 @@ def judgement(rows):
     names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
     frame = pandas.DataFrame([row | row["rewards"] for row in rows])
     samples = frame[["reference", *lists, *names]].explode([*lists, *names]).infer_objects()
-    samples["answered"] = samples.answers.map(bool)
+    samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
     samples["verbatim"] = samples.answers == samples.reference
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     answered = samples[samples.answered]  # indexed by question
