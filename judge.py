@@ -25,11 +25,11 @@ from tasks.verifiers import VERIFIERS, is_right
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
-def judge(problems, names, args, **models):
+def judge(actor, tokenizer, problems, names, args):
     """Sample problems -> for each a row of samples.jsonl. Beside what a run writes it has `right`
     [N], whether the verifier accepts a sample, and `rewards`, {name: R [N]}. Its R is the first."""
-    model, tokenizer = models["actor"], models["tokenizer"]
-    groups = sample(model, tokenizer, problems, args.samples, args.max_new_tokens)
+    groups = sample(actor, tokenizer, problems, args.samples, args.max_new_tokens)
+    models = {"actor": actor, "tokenizer": tokenizer, "M": None}
     R, records = zip(*(compute_rewards(name, groups, **models) for name in names))
     rows = []
     for group, R_group, of_group in zip(groups, zip(*R), zip(*records)):
@@ -62,12 +62,11 @@ def main():
     problems = load_problems(args.dataset, args.limit, args.verifier)
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset)
-    models = {"actor": actor, "tokenizer": tokenizer, "M": None}
     claim = lock(out) if is_rank_0() else None  # noqa: F841  until this process ends
     for start in progress("questions", range(0, len(problems), AT_ONCE * world)):
         seed_everything(args.seed, "judge", start)
         mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
-        rows += all_gather(judge(mine, names, args, **models) if mine else [])
+        rows += all_gather(judge(actor, tokenizer, mine, names, args) if mine else [])
         if is_rank_0():
             append_rows(out / "samples.jsonl", rows[start:])
     if is_rank_0():
