@@ -1,0 +1,91 @@
+"""docs/lesson.md: its code runs, block after block in one Python, and prints what it shows.
+
+The test trains for ten small steps. For the whole lesson, three minutes on one core:
+
+    python tests/test_lesson.py            # compare with what is shown
+    python tests/test_lesson.py --write    # put what is printed into the lesson, and its figure
+
+Numbers in a block "text about" depend on the rounding of the machine, and on the steps of training.
+The test compares only the form of such a block, and `python tests/test_lesson.py` all of it.
+"""
+
+import contextlib
+import io
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import matplotlib
+from pytest import approx
+
+ROOT = Path(__file__).parents[1]
+LESSON = ROOT / "docs" / "lesson.md"
+BLOCK = re.compile(r"^```(python|text|text about)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run(change=lambda code: code):
+    """Run the code, changed -> its names, what differs in the blocks that show what it prints
+    (kind, line, shown, printed), and the lesson with what was printed."""
+    source, names, printed, different = LESSON.read_text(), {}, "", []
+
+    def replace(block):
+        nonlocal printed
+        kind, text = block.groups()
+        line = source.count("\n", 0, block.start()) + 1
+        if kind != "python":
+            shown, printed, text = text, "", printed
+            if shown != text:
+                different.append((kind, line, shown, text))
+            return f"```{kind}\n{text}```"
+        assert not printed, f"printed before line {line}, but not shown: {printed}"
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            exec(compile("\n" * line + change(text), str(LESSON), "exec"), names)
+        printed = stdout.getvalue()
+        return block[0]
+
+    return names, different, BLOCK.sub(replace, source)
+
+
+def form(text):
+    """Without samples, which stand after a bar, and the steps of training, and # for numbers."""
+    text = re.sub(r"\|.*|^to step .*\n", "", text, flags=re.MULTILINE)
+    return re.sub(r" *\d+(\.\d+)?(e-\d+)?", " #", text)
+
+
+def test_the_code_prints_what_is_shown_and_the_picture_moves_one_amount_of_orange(
+    toy_model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    start = "tasks.toy_model.warm_start"
+    monkeypatch.setattr(start, lambda out, seed: shutil.copytree(toy_model_dir, out))
+    short = "QUESTIONS, STEPS = 2, 10"
+    lesson, different, _ = run(lambda code: re.sub("QUESTIONS, STEPS = .*", short, code))
+    for kind, line, shown, printed in different:
+        assert kind == "text about" and form(printed) == form(shown), f"line {line}: {printed}"
+    assert Path("runs/lesson/curves.svg").is_file()
+
+    monkeypatch.setattr(sys, "argv", ["orange.py", "orange.svg"])
+    with matplotlib.rc_context():
+        orange = runpy.run_path(str(ROOT / "benchmarks" / "orange.py"))
+    assert all(orange[table].equal(lesson[table]) for table in ("prior", "likelihood"))
+    for square in "exact", "verifree", "cer":
+        bars = sum((b for b in orange[square].containers if b.get_label() == "reward"), ())
+        assert sum(bar.get_width() * bar.get_height() for bar in bars) == approx(0.271)
+    drawn, shown = (
+        re.findall("<!-- .* -->", path.read_text())
+        for path in (Path("orange.svg"), ROOT / "docs" / "orange.svg")
+    )
+    assert drawn == shown and "<!-- .443 -->" in shown  # the words, as matplotlib's comments
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    _, different, lesson = run()
+    for _, line, shown, printed in different:
+        print(f"lesson.md, line {line}: shown\n{shown}\nprinted\n{printed}")
+    if "--write" in sys.argv:
+        LESSON.write_text(lesson)
+        shutil.copy("runs/lesson/curves.svg", ROOT / "docs" / "lesson-curves.svg")
+    sys.exit(bool(different))
