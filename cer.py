@@ -136,7 +136,7 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     len(contexts) x len(answers) full passes.
 
     model: a Hugging Face model in eval mode with sdpa attention over the whole context, whose
-    logits are lm_head of the last hidden state (train.py checks this in engine.load.check_model).
+    logits are lm_head of the last hidden state (check_scoring compares it with plain passes).
     Raises ValueError for another implementation of attention than sdpa, training mode, an empty
     context, or an unsupported tokenizer.
     """
@@ -149,50 +149,48 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
-    spelled = [each for row, answer in enumerate(answers) for each in spellings(vocab, row, answer)]
+    written = [(row, s) for row, answer in enumerate(answers) for s in spellings(vocab, answer)]
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
-    passes = list(batches(spelled, lambda spelling: len(spelling.tokens), ANSWER_TOKENS_AT_ONCE))
-    longest = max((sum(len(each.tokens) for each in group) for group in passes), default=0)
+    passes = list(batches(written, lambda pair: len(pair[1].tokens), ANSWER_TOKENS_AT_ONCE))
+    longest = max((sum(len(each.tokens) for _, each in group) for group in passes), default=0)
 
     scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
     for some in batches(range(len(contexts)), lambda j: len(contexts[j]) + longest, TOKENS_AT_ONCE):
         lengths, last, cache = read_contexts(model, [contexts[j] for j in some])
         for group in passes:
-            hidden = read_answers(model, [spelling.tokens for spelling in group], lengths, cache)
-            for spelling, states in zip(group, hidden):
+            hidden = read_answers(model, [spelling.tokens for _, spelling in group], lengths, cache)
+            for (row, spelling), states in zip(group, hidden):
                 states = torch.cat([last[:, None], states], dim=1)  # [n, k + 1, H]
                 log_pi = log_finished(model.lm_head, states, spelling)  # [n]
-                before = scores[spelling.row, some]  # the other spelling's, or -inf
-                scores[spelling.row, some] = before.logaddexp(log_pi)
+                # The other spelling's, or -inf, is there already.
+                scores[row, some] = scores[row, some].logaddexp(log_pi)
     return scores
 
 
 class Spelling(NamedTuple):
-    """One way in which the tokenizer spells the answer of a row of W."""
+    """One way in which the tokenizer spells an answer."""
 
-    row: int
     tokens: list[int]  # t_1..t_k
     closers: list[list[int]]  # for i = 0..k the tokens that close the box after t_1..t_i
 
 
-def spellings(vocab, row, answer):
+def spellings(vocab, answer):
     """The tokens of "{answer", and those of "{answer}" without the last one, which holds the
-    brace -> list of one or two Spelling, whose probabilities add up. A beginning t_1..t_i that
-    both share would count twice, so the second has no closers there (in one_file.py such a
-    beginning is one key of a dictionary). If it has none at all, it is left out."""
+    brace -> list of one or two Spelling, whose probabilities add up. As in one_file.py the ways to
+    write the answer are a dictionary {beginning: its closers}, so that a beginning that both share
+    counts once. What the first has taken is left to the first."""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
     finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
-    found, seen = [], set()
+    ways, found = {}, []
     for tokens in without_brace, with_brace[:-1]:
-        closers = []
-        for i in range(len(tokens) + 1):
-            beginning = tuple(tokens[:i])
+        new = {}
+        for beginning in (tuple(tokens[:i]) for i in range(len(tokens) + 1)):
             rest = finished[len(vocab.join(beginning)) :]
-            closers.append([] if beginning in seen else vocab.beginning_with(rest))
-            seen.add(beginning)
-        if any(closers):
-            found.append(Spelling(row, tokens, closers))
+            new[beginning] = [] if beginning in ways else vocab.beginning_with(rest)
+        if any(new.values()):
+            found.append(Spelling(tokens, list(new.values())))
+        ways |= new
     return found
 
 
@@ -253,16 +251,42 @@ def log_finished(lm_head, states, spelling):
     hidden states after t_1..t_i, i = 0..k -> log pi [n]. Where a beginning has no closers (the
     other spelling has them), the logsumexp over none is -inf and adds nothing."""
     # Summed in fp64, so that hundreds of additions do not add up their rounding errors.
-    n, log_ways = len(states), []  # for each i: log pi(t_1..t_i, then a closer)
-    log_beginning = torch.zeros(n, dtype=torch.double, device=states.device)
-    at_once = max(1, LOGITS_AT_ONCE // n)  # positions whose logits are held at a time
-    for part in states.split(at_once, dim=1):
-        for logp in lm_head(part).float().log_softmax(-1).unbind(1):  # after t_1..t_i  [n, V]
-            i = len(log_ways)  # tokens of the beginning
-            log_ways.append(log_beginning.float() + logp[:, spelling.closers[i]].logsumexp(1))
-            if i < len(spelling.tokens):
-                log_beginning = log_beginning + logp[:, spelling.tokens[i]]
+    log_ways = []  # for each i: log pi(t_1..t_i, then a closer)  [n]
+    log_beginning = torch.zeros(len(states), dtype=torch.double, device=states.device)
+    for i, logp in enumerate(next_token_logprobs(lm_head, states)):
+        log_ways.append(log_beginning.float() + logp[:, spelling.closers[i]].logsumexp(1))
+        if i < len(spelling.tokens):
+            log_beginning = log_beginning + logp[:, spelling.tokens[i]]
     return torch.stack(log_ways).logsumexp(0)
+
+
+def next_token_logprobs(lm_head, states):
+    """states [n, k, H] -> one after the other, for each of the k positions, the log-probabilities
+    of the next token [n, V]. The logits of some positions only are held at a time."""
+    for part in states.split(max(1, LOGITS_AT_ONCE // len(states)), dim=1):
+        yield from lm_head(part).float().log_softmax(-1).unbind(1)
+
+
+@torch.no_grad()
+def check_scoring(model, tokenizer):
+    """Raise ValueError if answer_logprobs would be wrong for this model. It compares what scoring
+    computes in parts (a cache, several answers in one row, lm_head) with plain forward passes."""
+    vocab = vocabulary(tokenizer)
+    contexts = [vocab.encode(text) for text in (r"so \boxed", r"that is why it must be \boxed")]
+    answers = [vocab.encode(text) for text in ("{14 eggs", r"{\frac{1}{2}")]
+    lengths, _, cache = read_contexts(model, contexts)
+    for tokens, states in zip(answers, read_answers(model, answers, lengths, cache)):
+        for context, in_parts in zip(contexts, model.lm_head(states)):
+            ids = torch.tensor([context + tokens], device=model.device)
+            logits = model(input_ids=ids).logits
+            if not torch.equal(model.lm_head(model.base_model(ids).last_hidden_state), logits):
+                raise ValueError("its logits are not lm_head of the last hidden state")
+            whole = logits[0, -len(tokens) :]
+            wrong = in_parts.float().log_softmax(-1) - whole.float().log_softmax(-1)
+            if not wrong.abs().mean() < (0.1 if model.dtype == torch.bfloat16 else 1e-3):
+                raise ValueError(
+                    "an answer scored in parts has another probability than as a whole"
+                )
 
 
 # --------------------------------------------------------------------- Eq. 3, and M < N for Table 3

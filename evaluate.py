@@ -6,24 +6,20 @@ The sampler is the one used in training. By default its settings are the paper's
 temperature 0.6, top-p 0.95, top-k 20.
 """
 
-from engine import cli, files  # isort: skip  (first, as in train.py)
-
 import json
-from hashlib import sha256
-from pathlib import Path
 
 import pandas
-import torch
 import torch.distributed as dist
 
-from engine.checkpoints import fingerprint
-from engine.console import is_rank_0, say
-from engine.load import load
-from engine.ranks import all_gather, choose_directory, init_ranks, seed_everything
-from report import say_hours
+from engine.load import check_sampling, load
 from rollout import sample
+from runtime import cli
+from runtime.console import is_rank_0, say
+from runtime.files import append_rows, lock, write_atomically
+from runtime.ranks import all_gather, choose_directory, init_ranks, seed_everything
 from tasks.data import HUB, TOY, load_problems, to_problem
-from tasks.verifiers import VERIFIERS, verdict
+from tasks.prompts import usable_prompts
+from tasks.verifiers import VERIFIERS, is_right
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
@@ -46,7 +42,7 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
             "question": group.problem.question,
             "reference": group.problem.reference,
             "answer": answer,
-            "correct": answer is not None and verdict(group.problem, answer) == "right",
+            "correct": is_right(group.problem, answer),
             "truncated": group.truncated[i],
             "tokens": len(group.completions[i]),
             "text": group.texts[i],
@@ -70,24 +66,15 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     return summary, records
 
 
-def digest(model):
-    """What tells one model's weights from another's, from 1,000 numbers of each tensor."""
-    parts = [p.detach().flatten()[:: 1 + p.numel() // 1000] for p in model.parameters()]
-    return sha256(torch.cat(parts).float().cpu().numpy().tobytes()).hexdigest()[:16]
-
-
-def save_results(out, flags, results):
-    report = {"flags": flags, "results": results}
-    files.write_atomically(out / "results.json", json.dumps(report, indent=2) + "\n")
-
-
 def answer(model, tokenizer, question, runs, max_new_tokens, **settings):
     """Print some samples of one question, each with its answer."""
     # The question is checked as one of a data set, where a reference is needed; none is used here.
     problem = to_problem({"question": question, "answer": "?"}, verifier="text")
-    [group] = sample(model, tokenizer, [problem], runs, max_new_tokens, **settings)
+    problems, _ = usable_prompts(tokenizer, [problem], "--ask")
+    [group] = sample(model, tokenizer, problems, runs, max_new_tokens, **settings)
     for text, boxed in zip(group.texts, group.answers):
-        print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")
+        if is_rank_0():
+            print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")
 
 
 def main():
@@ -108,46 +95,31 @@ def main():
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
     args = parser.parse_args()
     device = init_ranks()
-    cli.require(args.dataset or args.ask, "expected --dataset or --ask")
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     if args.ask:
-        model, tokenizer = load(args.model, device)
+        unused = args.dataset or args.out or args.limit or args.verifier
+        cli.require(not unused, "--ask takes no --dataset, --out, --limit or --verifier")
+        model, tokenizer = load(args.model, device, check_sampling)
         seed_everything(args.seed)
         return answer(model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling)
-    resume = bool(args.out) and Path(args.out, "results.json").exists()
-    out = choose_directory(args.out, "eval", resume)
-    names = [name.strip() for name in args.dataset.split(",")]
+    cli.require(args.dataset, "expected --dataset or --ask")
+    out = choose_directory(args.out, "eval")
+    names = [name.strip() for name in args.dataset.split(",") if name.strip()]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
-    model, tokenizer = load(args.model, device)
-    data = {name: fingerprint(problems) for name, problems in datasets.items()}
-    flags = {name: value for name, value in vars(args).items() if name != "out"}
-    flags |= {"weights": digest(model), "data": data}
-    results, path = {}, out / "samples.jsonl"
-    if resume:
-        before = files.read_flags(out / "results.json")
-        files.check_same(out, before["flags"], flags)
-        results = before["results"]
-        say(f"from {out}/results.json: {', '.join(results)}")
+    model, tokenizer = load(args.model, device, check_sampling)
+    datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}
     if is_rank_0():
-        owned = files.lock(out)  # noqa: F841  until this process ends
-        rows = files.read_rows(path, log=True) if path.exists() else []
-        rows = [row for row in rows if row["dataset"] in results]  # no half of a data set
-        files.write_atomically(path, files.to_jsonl(rows))
-        save_results(out, flags, results)
-    say(f"files: {out}. After an interruption the same command with --out {out} goes on")
-
-    for name in names:
-        if name in results:
-            continue
-        problems = datasets[name]
+        claim = lock(out)  # noqa: F841  until this process ends
+    results, path = {}, out / "samples.jsonl"
+    for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        say_hours(model, 2, len(problems) * runs * args.max_new_tokens, f"the evaluation on {name}")
         results[name], records = evaluate(
             model, tokenizer, problems, runs, args.max_new_tokens, args.seed, **sampling
         )
-        if is_rank_0():  # save now, since the next data set may take hours; the results come last
-            files.append_rows(path, [{"dataset": name} | record for record in records])
-            save_results(out, flags, results)
+        if is_rank_0():  # save now, since the next data set may take hours
+            append_rows(path, [{"dataset": name} | record for record in records])
+            report = json.dumps({"flags": vars(args), "results": results}, indent=2)
+            write_atomically(out / "results.json", report + "\n")
             say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
     if is_rank_0():
         table = pandas.DataFrame.from_dict(results, orient="index")

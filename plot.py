@@ -7,8 +7,6 @@ RUN is a directory that train.py wrote. --question is the index of a group in sa
 the first and -1 the last. Figures are SVG unless --out has another ending.
 """
 
-from engine.cli import Parser, require, run_script  # isort: skip  (first, as in train.py)
-
 import math
 import re
 from pathlib import Path
@@ -21,7 +19,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 
-from engine.files import read_config, read_rows
+from runtime.cli import Parser, require, run_script
+from runtime.files import read_config, read_rows
 
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
@@ -52,10 +51,6 @@ def draw_group(group, out):
     require("log_W" in group, "this group has no matrices, because its reward was not CER")
     require(group["columns"], "no sample of this group has an answer, so there is nothing to draw")
     R, answers, distinct = group["R"], group["answers"], group["distinct_answers"]
-    expected = [sorted({*answers} - {None})] + [len(group["columns"])] * (1 + len(distinct))
-    found = [sorted(distinct), len(group["log_P"]), *map(len, group["log_W"])]
-    fits = found == expected and max(group["columns"]) < len(R) == len(answers)
-    require(fits, f"step {group['step']}: log_W and log_P do not match the samples of this group")
 
     def rank(i):  # best first, equal answers side by side, samples without an answer last
         return answers[i] is None, -R[i], answers[i] or "", i
@@ -119,6 +114,7 @@ def label(answer, reference):
 
 
 def shorten(text, most):
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f\ufffe\uffff]", "\ufffd", text)  # XML has no such characters
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -137,11 +133,12 @@ PANELS = [  # (name in metrics.jsonl, x axis, title)
 SHARES = {"pass_at_1", "zero_advantage_groups", "answered", "truncated"}
 
 
-def draw_curves(runs, names, out, window=10):
+def draw_curves(runs, names, out):
     """Draw one panel per metric. Runs with the same name differ in the seed. A name begins with its
     reward, which sets the colour; names of the same reward get other dashes. All metrics except
-    pass@1 are averaged over the last `window` steps."""
+    pass@1 are averaged over the last ten steps, or over all of a shorter run."""
     tables = [read_metrics(run) for run in runs]
+    window = min(10, *(table.step.max() for table in tables))
     rewards = [re.split("[,@]", name)[0] for name in dict.fromkeys(names)]
     panels = [panel for panel in PANELS if any(panel[0] in table for table in tables)]
     height = math.ceil(len(panels) / 4)

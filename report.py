@@ -1,5 +1,5 @@
 """What a run reports: a header, one line per step, warnings and a summary; and the files that it
-writes, config.json, metrics.jsonl and samples.jsonl."""
+writes, config.json, metrics.jsonl and samples.jsonl. Also what judge.py prints."""
 
 import datetime
 import json
@@ -9,14 +9,15 @@ import shlex
 import sys
 import time
 
+import numpy
 import pandas
 import torch
 import torch.distributed as dist
 import transformers
 
-from engine.console import is_rank_0, say
-from engine.files import append_rows, lock, read_rows, to_jsonl, write_atomically
-from engine.ranks import all_gather
+from runtime.console import is_rank_0, say
+from runtime.files import append_rows, lock, read_rows, to_jsonl, write_atomically
+from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 TINY = 1e-6  # rewards below this teach next to nothing
@@ -29,23 +30,25 @@ RARE = 1e-4  # a question without a larger reward has hardly any weight beside t
 def describe(group, R, A, record):
     """The metrics of one group. R, A [N]; record: what its reward function recorded."""
     N = len(R)
+    # P of a long reference can underflow to 0, so CER's groups are asked for its logarithm.
+    log_P = max(record.get("log_P") or [R.max().log().item()])
     stated = [answer for answer in group.answers if answer]  # an empty box is no answer
     numbers = {
         "reward": R.mean().item(),
         "exact_match": group.answers.count(group.problem.reference) / N,
         "answered": len(stated) / N,
-        "boxes_opened": sum("\\boxed" in text for text in group.texts) / N,
         "truncated": sum(group.truncated) / N,
         "unique_answers": len(set(stated)),
         "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
         "completion_tokens": sum(len(ids) for ids in group.completions) / N,
         "zero_advantage_groups": float(not A.any()),
-        "tiny_reward_groups": float(0 < R.max() < TINY),
+        "tiny_reward_groups": float(R.max() < TINY and log_P > -math.inf),
     }
     if group.entropies:
         numbers["entropy"] = sum(group.entropies) / N
-    verdicts = [said for said in record.get("verdicts", []) if said]
-    return numbers | {f"verifier_{said}": verdicts.count(said) / N for said in verdicts}
+    if "verdicts" in record:
+        numbers["verifier_right"] = record["verdicts"].count("right") / N
+    return numbers
 
 
 def means(described):
@@ -84,25 +87,79 @@ def plus_minus(numbers):
 def warning(numbers):
     """What is wrong with a step and what helps, or None. "When nothing is learned" in
     docs/running.md says more."""
-    if numbers["answered"] < 0.02 and numbers["truncated"] <= 0.5:
-        return "almost no answers: the model stops without a box. Give it a warm_start.py"
-    if numbers["answered"] < 0.02 and numbers["boxes_opened"] == 0:
-        return "most are cut off without a box: raise --max-new-tokens, or see warm_start.py"
-    if numbers["answered"] < 0.02:
+    if numbers["answered"] < 0.02 and numbers["truncated"] > 0.5:
         return "almost no answers, and most samples are cut off: raise --max-new-tokens"
-    if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
-        return "in every group all samples received the same reward, so this step had no gradient"
+    if numbers["answered"] < 0.02:
+        return "almost no answers: the model stops without a box. Give it a warm_start.py"
     if numbers["tiny_reward_groups"] > 0.5:
         return f"most groups have no reward over {TINY:g}: shorten or demonstrate the references"
+    if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
+        return "in every group all samples received the same reward, so this step had no gradient"
 
 
-def say_hours(actor, operations, tokens, what):
-    """On a CPU, say how long `what` takes at most, if it is long. operations: per parameter and
-    token, at 50 GFLOP/s and core."""
-    parameters = sum(p.numel() for p in actor.parameters())
-    hours = operations * parameters * tokens / (os.cpu_count() * 5e10) / 3600
-    if actor.device.type == "cpu" and hours > 0.2:
-        say(f"On this CPU {what} takes up to {hours:.1f} hours; fewer samples or tokens take less")
+# ------------------------------------------------------------------------------------ rewards judged
+
+
+def judgement(rows):
+    """What judge.py's rows of samples.jsonl say about their rewards -> (text, table)."""
+    names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
+    frame = pandas.DataFrame([row | row["rewards"] for row in rows])
+    samples = frame[["reference", *lists, *names]].explode([*lists, *names]).infer_objects()
+    samples["answered"] = samples.answers.map(bool)
+    samples["verbatim"] = samples.answers == samples.reference
+    shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
+    answered = samples[samples.answered]  # indexed by question
+    both = (answered.groupby(level=0).right.nunique() == 2).sum()
+    table = pandas.DataFrame({name: judge_reward(samples, answered, name) for name in names}).T
+    lines = [
+        f"{len(rows)} questions x {len(rows[0]['answers'])} samples: "
+        + ", ".join(f"{name} {brief(share)}" for name, share in shares.items()),
+        f"{both} questions have both right and wrong answers; AUC is their mean",
+        table.to_string(float_format="{:.3g}".format, na_rep="-"),
+    ]
+    if "cer" in names and samples.right.any():
+        lines += ["least CER of right answers; the model rarely writes such references:"]
+        for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
+            answer = samples.loc[[k]].query("right").answers.iloc[0]
+            lines += [f"  {reward:.1e}  {answer!r:.50} for a* = {rows[k]['reference']!r:.50}"]
+    return "\n".join([*lines, advice(shares, table, len(rows))]), table
+
+
+def judge_reward(samples, answered, name):
+    """The row of one reward in judge.py's table. The interval is a bootstrap over questions."""
+    by_question = [(group[name], group) for _, group in answered.groupby(level=0)]
+    aucs = [auc(R[group.right], R[~group.right]) for R, group in by_question]
+    aucs = numpy.array([x for x in aucs if not math.isnan(x)] or [math.nan])
+    means = numpy.random.default_rng(0).choice(aucs, (2000, len(aucs))).mean(1)
+    right, wrong = answered[name][answered.right], answered[name][~answered.right]
+    groups = samples.groupby(level=0)[name]
+    return {
+        "AUC": aucs.mean(),
+        "from": numpy.quantile(means, 0.025),
+        "to": numpy.quantile(means, 0.975),
+        "mean if right": right.mean(),
+        "if wrong": wrong.mean(),
+        "right, nothing": (right < TINY).mean(),
+        "groups, equal": (groups.nunique() == 1).sum(),
+        "groups, tiny": (groups.max() < RARE).sum(),
+    }
+
+
+def auc(right, wrong):
+    """How often a right sample receives more than a wrong one of its question; ties count half."""
+    difference = right.to_numpy()[:, None] - wrong.to_numpy()
+    return ((difference > 0) + 0.5 * (difference == 0)).mean() if difference.size else math.nan
+
+
+def advice(shares, table, questions):
+    """What the numbers mean for training, in a sentence."""
+    if shares.right < 0.02:
+        return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
+    if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
+        return "Most rewards are tiny: shorten the references"
+    if shares.verbatim < 0.7 * shares.right:
+        return "Many right answers are not verbatim: use cer, or rule if a verifier reads them all"
+    return "Most right answers are verbatim: exact may do, and costs least"
 
 
 # ------------------------------------------------------------------------------------------ the log
@@ -120,6 +177,10 @@ class RunLog:
         for name in "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl":
             rows = read_rows(out / name, log=True) if first_step > 1 else []
             kept[name] = [row for row in rows if row["step"] < first_step]
+        # A kill may have come between the two writes of an evaluation.
+        complete = {line["step"] for line in kept["metrics.jsonl"] if "pass_at_1" in line}
+        rows = kept["evaluations.jsonl"]
+        kept["evaluations.jsonl"] = [row for row in rows if row["step"] in complete]
         self.lines = kept["metrics.jsonl"] or [{"step": first_step - 1}]
         if is_rank_0():
             self.lock = lock(out)  # the run begins: from here on the directory is its own
@@ -143,9 +204,6 @@ class RunLog:
         )
         say(f"{model}: {parameters:,} parameters, {ranks} x {actor.device.type}")
         say(f"{memory}\nfiles: {self.out}")
-        # 10 operations per parameter and token: sample 2, score 2, update 6
-        tokens = args.questions * args.samples * args.max_new_tokens * self.last_step
-        say_hours(actor, 10, tokens, "the run")
 
     def has_evaluation(self):
         """Whether the weights that this process starts from have been evaluated."""
@@ -159,8 +217,8 @@ class RunLog:
         if is_rank_0():
             append_rows(self.out / "evaluations.jsonl", [{"step": step} | row for row in records])
             write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
-        said = f"pass@1 {brief(numbers['pass_at_1'])}{plus_minus(numbers)}"
-        say(f"{f'after step {step}' if step else 'before training'}  {said}")
+        when = f"after step {step}" if step else "before training"
+        say(f"{when}  pass@1 {brief(numbers['pass_at_1'])}{plus_minus(numbers)}")
         right = "right" if sample["correct"] else f"wrong, a* is {sample['reference']}"
         question, text = (" ".join(sample[key].split()) for key in ("question", "text"))
         say(f"  a sample: {question[-100:]} -> {text[-160:]}  ({right})")
@@ -176,18 +234,18 @@ class RunLog:
 
     def step(self, step, groups, R, A, records, numbers):
         """Write and print a step: the means over the groups of all ranks, and more numbers."""
-        asked = [
-            {"step": step, "question": group.problem.question[:200], "best": best}
+        described = all_gather([describe(*each) for each in zip(groups, R, A, records)])
+        largest = [
+            {"step": step, "question": group.problem.question, "best": best}
             for group, best in zip(groups, R.amax(1).tolist())
         ]
-        described = [describe(*each) for each in zip(groups, R, A, records)]
-        described, asked = zip(*all_gather(list(zip(described, asked))))
+        largest = all_gather(largest)
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
         tokens = line["completion_tokens"] * R.shape[1] * len(described)
         line |= {"tokens_per_second": tokens / sum(self.seconds.values())}
         self.lines.append(line)
         if is_rank_0():
-            append_rows(self.out / "questions.jsonl", asked)
+            append_rows(self.out / "questions.jsonl", largest)
             append_rows(self.out / "metrics.jsonl", [line])
             kept = list(zip(groups, R, records))[:GROUPS_A_STEP]
             append_rows(self.out / "samples.jsonl", [group_record(step, *each) for each in kept])
@@ -206,9 +264,8 @@ class RunLog:
 
     def stopped(self, step):
         """Print how to go on with a run that was stopped."""
-        ranks = os.environ.get("LOCAL_WORLD_SIZE")
-        start = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
-        resume = shlex.join([*start, sys.argv[0], "--resume", "--out", str(self.out)])
+        start = "the same torchrun" if "RANK" in os.environ else "python"
+        resume = f"{start} {shlex.join([sys.argv[0], '--resume', '--out', str(self.out)])}"
         say(f"stopped after step {step} of {self.last_step}; resume with: {resume}")
 
     def summary(self):
@@ -222,11 +279,12 @@ class RunLog:
             rows = pandas.DataFrame(read_rows(self.out / "evaluations.jsonl"))
             by_step = rows.groupby(["index", "step"]).correct.mean().unstack()  # [questions, steps]
             change = by_step.iloc[:, -1] - by_step.iloc[:, 0]  # paired by question
-            change = f"{brief(change.mean())} ± {brief(change.sem())} (SE; noise may reach 2 SE)"
+            error = f" ± {brief(change.sem())} (SE; noise may reach 2 SE)"
+            change = brief(change.mean()) + (error if len(change) > 1 else "")
             print(f"  pass@1            first {first}, last {last}, change {change}")
         steps = pandas.DataFrame([line for line in lines if "seconds" in line])
-        asked = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
-        best = asked.groupby("question", sort=False).best.max()
+        largest = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
+        best = largest.groupby("question", sort=False).best.max()
         # Single steps ask different questions. So take an epoch, or a tenth of a shorter run and,
         # if it has them, ten steps.
         span = math.ceil(len(best) / self.args.questions)

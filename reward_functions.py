@@ -9,16 +9,14 @@ REWARDS names each reward with the function that computes it and the one that ma
 rows from it (rloo.py). For a reward of your own add a function and a line there.
 """
 
-import json
-
 import torch
 
 import cer
-from engine.cli import require
-from engine.console import progress
 from rloo import rloo_rows, verifree_rows
+from runtime.cli import require
+from runtime.console import progress
 from tasks.general_verifier import ask
-from tasks.verifiers import verdict
+from tasks.verifiers import is_right
 
 
 def conditional_expectation(groups, *, actor, tokenizer, M, **_):
@@ -35,12 +33,13 @@ def conditional_expectation(groups, *, actor, tokenizer, M, **_):
 
 def exact_match(groups, **_):
     """1 where the answer is the reference verbatim."""
-    return as_rewards([[a == group.problem.reference for a in group.answers] for group in groups])
+    right = [[answer == group.problem.reference for answer in group.answers] for group in groups]
+    return torch.tensor(right, dtype=torch.float32), [{} for _ in groups]
 
 
 def rule(groups, **_):
     """1 where the data set's own verifier accepts the answer."""
-    return by_verdict(groups, verdict)
+    return by_verdict(groups, is_right)
 
 
 def rule_and_cer(groups, **models):
@@ -67,24 +66,22 @@ def general_verifier(groups, *, verifier_model, **_):
     each distinct (problem, answer) of the groups, all together. An empty box is wrong."""
     pairs = [(group.problem, answer) for group in groups for answer in group.answers if answer]
     distinct = list(dict.fromkeys(pairs))
-    said = dict(zip(distinct, ask(verifier_model, distinct)))
-    return by_verdict(groups, lambda problem, answer: said.get((problem, answer), "wrong"))
-
-
-def as_rewards(right):
-    """B lists that say for each of N samples whether it is right -> R [B, N], empty records."""
-    return torch.tensor(right, dtype=torch.float32), [{} for _ in right]
+    accepted = dict(zip(distinct, ask(verifier_model, distinct)))
+    return by_verdict(groups, lambda problem, answer: accepted.get((problem, answer), False))
 
 
 def by_verdict(groups, judge):
-    """judge(problem, answer) -> R [B, N], 1 where it says "right", and the verdicts as records. It
-    is asked once for each distinct answer of a group. No answer has the verdict None."""
-    verdicts = []
+    """judge(problem, answer) -> R [B, N], 1 where it returns True, and records with the verdicts,
+    "right", "wrong", or None without an answer. It is asked once for each distinct answer of a
+    group."""
+    records = []
     for group in groups:
-        said = {answer: judge(group.problem, answer) for answer in set(group.answers) - {None}}
-        verdicts.append([said.get(answer) for answer in group.answers])
-    R, _ = as_rewards([[one == "right" for one in of_group] for of_group in verdicts])
-    return R, [{"verdicts": of_group} for of_group in verdicts]
+        verdicts = {None: None}
+        for answer in set(group.answers) - {None}:
+            verdicts[answer] = "right" if judge(group.problem, answer) else "wrong"
+        records.append({"verdicts": [verdicts[answer] for answer in group.answers]})
+    R = [[float(verdict == "right") for verdict in record["verdicts"]] for record in records]
+    return torch.tensor(R), records
 
 
 REWARDS = {  # name: (reward function, its training rows)
@@ -100,16 +97,9 @@ REWARDS = {  # name: (reward function, its training rows)
 def compute_rewards(name, groups, **models):
     """The reward of this name, checked -> R [B, N] and B records."""
     function, _ = REWARDS[name]
-    returned = function(groups, **models)
+    R, records = function(groups, **models)
     shape = len(groups), len(groups[0].answers)
-    try:
-        R, records = returned
-        R, records = R.float(), list(records)
-        json.dumps(records)
-        fits = R.shape == shape and R.isfinite().all() and len(records) == len(groups)
-    except (TypeError, ValueError, AttributeError):  # no pair, no tensor, no list, no JSON
-        fits = False
-    fits = fits and all(isinstance(record, dict) for record in records)
-    form = f"finite numbers R {shape}, questions x samples, and a record (dict of JSON) per group"
-    require(fits, f"the reward {name!r} must return {form}, not {returned!r:.200}")
-    return R, records
+    fits = R.shape == shape and R.isfinite().all() and len(records) == len(groups)
+    form = f"finite numbers R {shape}, questions x samples, and a record (a dict) for each group"
+    require(fits, f"the reward {name!r} must return {form}, not {R!r:.200}")
+    return R.float(), records

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from engine.console import progress
 from engine.tokens import batches, pad, vocabulary
+from runtime.console import progress
 
 
 def leave_one_out(R):

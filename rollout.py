@@ -1,15 +1,13 @@
-"""Prompts, N samples for each question, and each sample cut into solution and answer. Nothing here
-depends on the reward.
+"""N samples of each question, and each sample cut into solution and answer. Nothing here depends on
+the reward.
 """
 
 from dataclasses import dataclass
 
-import jinja2
-
-from engine.cli import InputError, first_line, require
 from engine.sampling import generate
 from engine.tokens import Box, vocabulary
 from tasks.data import Problem
+from tasks.prompts import encode_prompt
 
 
 @dataclass(frozen=True)
@@ -33,36 +31,6 @@ class Group:
         """s_i, the token ids up to just before the brace of the box; all of them without a box."""
         box = self.boxes[i]
         return self.completions[i][: box.solution_length if box else None]
-
-
-# --------------------------------------------------------------------------------------- the prompt
-
-# The wording of the paper's authors, from their code (the paper does not give it).
-SYSTEM = "You are a helpful assistant."
-INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-LETTER_ONLY = " Please only provide the letter of the answer in the box."
-
-
-def chat_messages(problem):
-    """The prompt for a problem, as chat messages."""
-    user = f"{problem.question}\n{INSTRUCTION}"
-    user += LETTER_ONLY if problem.verifier == "letter" else ""
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
-
-
-def encode_prompt(tokenizer, problem):
-    """The prompt as token ids, through the chat template, or as plain text if the tokenizer has
-    none."""
-    messages = chat_messages(problem)
-    control = [token for token in tokenizer.all_special_tokens if token in problem.question]
-    require(not control, f"the question {problem.question[:80]!r} has a control token, {control}")
-    if not tokenizer.chat_template:
-        return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
-    options = {"add_generation_prompt": True, "return_dict": False}
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except jinja2.TemplateError as error:
-        raise InputError(f"the chat template fails ({first_line(error)})") from error
 
 
 # -------------------------------------------------------------------------------------- the samples

@@ -7,26 +7,27 @@
 main() is the method. Below it stand the parts of its set-up, and the flags.
 """
 
-from engine import cli  # isort: skip  (first, so that Ctrl-C during the other imports is quiet)
-
 from pathlib import Path
 
 import torch.distributed as dist
 
-from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
-from engine.cli import require
-from engine.console import progress, say
-from engine.files import read_config
-from engine.load import load, load_tokenizer
-from engine.policy import copy_weights, make_policy
-from engine.ranks import Stop, all_gather, choose_directory, init_ranks, seed_everything
+from cer import check_scoring
+from engine.load import check_sampling, load, load_tokenizer
+from engine.memory import check_disk, plan_memory
+from engine.policy import check_training, copy_weights, make_policy
 from evaluate import evaluate
 from report import RunLog
 from reward_functions import REWARDS, compute_rewards
 from rloo import leave_one_out, update
-from rollout import encode_prompt, sample
+from rollout import sample
+from runtime import cli
+from runtime.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
+from runtime.cli import require
+from runtime.files import read_config
+from runtime.ranks import Stop, all_gather, choose_directory, init_ranks, seed_everything
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
+from tasks.prompts import usable_prompts
 from tasks.verifiers import VERIFIERS
 
 
@@ -36,33 +37,40 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     require(args.questions >= world, f"--questions must be at least {world}, one per rank")
     out = choose_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
-    problems = load_problems(args.dataset, verifier=args.verifier)
-    held_out = []
+    problems, held_out = load_problems(args.dataset, verifier=args.verifier), []
+    tokenizer = load_tokenizer(args.model) if args.model else toy_model.build_tokenizer()
+    problems, prompt = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
-    tokenizer = load_tokenizer(args.model) if args.model else toy_model.build_tokenizer()
-    problems, longest_row = usable_prompts(problems, tokenizer, args)
-    data = fingerprint(problems, tokenizer.chat_template)
+        held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
+    longest_row = prompt + args.max_new_tokens + longest_reference(tokenizer, problems)
+    data = fingerprint(problems, held_out, tokenizer.chat_template)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, free_flags(args), last_step)
     model_path = args.model or toy_model.make_model(out / "warm-start", longest_row, args)
 
     # The actor samples and scores. The policy is trained, and copied to the actor after each step.
-    actor, tokenizer = load(model_path, device)
+    actor, tokenizer = load(model_path, device, check_sampling, check_scoring)
     inputs = {"actor": actor, "tokenizer": tokenizer, "M": args.m}  # of the reward functions
     if args.reward == "general-verifier":
-        inputs["verifier_model"] = load(args.verifier_model, device, check=False)
-    policy, optimizer, token_budget, memory = make_policy(model_path, actor, longest_row, out, args)
+        inputs["verifier_model"] = load(args.verifier_model, device)
+    plan = plan_memory(actor, longest_row, args.microbatch_tokens, args.cpu_offload)
+    token_budget, offload, memory = plan
+    disk = check_disk(actor, out, args.keep)
+    policy, optimizer = make_policy(model_path, offload, args.lr)
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
     copy_weights(policy, actor)
+    check_training(policy, actor)
 
     _, training_rows = REWARDS[args.reward]
     order = in_epochs(problems, last_step * args.questions, args.seed)
     log = RunLog(out, args, data, first_step, last_step)
     stop = Stop()
-    log.header(actor, problems, memory)
-    if held_out and (first_step - 1) % args.eval_every == 0 and not log.has_evaluation():
+    log.header(actor, problems, f"{memory}\n{disk}")
+    step = first_step - 1
+    due = step % args.eval_every == 0 or step == last_step  # a kill may have ended the last one
+    if held_out and due and not log.has_evaluation():
         log.evaluated(*evaluation(actor, tokenizer, held_out, args))
 
     for step in range(first_step, last_step + 1):
@@ -128,22 +136,10 @@ def evaluation(actor, tokenizer, problems, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
-def usable_prompts(problems, tokenizer, args):
-    """Leave out questions with a control token, and prompts over --max-prompt-tokens -> (problems,
-    tokens of the longest row: a prompt, a solution and the reference, which CER and VeriFree read
-    after it)."""
-    limit, control = args.max_prompt_tokens, tokenizer.all_special_tokens
-    plain = [p for p in problems if not any(token in p.question for token in control)]
-    sizes = [len(encode_prompt(tokenizer, p)) for p in progress("prompts", plain, unit="prompt")]
-    kept = [problem for problem, size in zip(plain, sizes) if size <= limit]
-    counts = f"{len(problems) - len(plain)} of {len(problems)} questions have a control token, and "
-    counts += f"{len(plain) - len(kept)} prompts more than --max-prompt-tokens {limit}"
-    require(kept, f"{args.dataset}: no question is left; {counts}")
-    if len(kept) < len(problems):
-        say(f"left out: {counts}")
-    longest_prompt = max(size for size in sizes if size <= limit)
-    references = tokenizer([f"{{{problem.reference}}}" for problem in kept])["input_ids"]
-    return kept, longest_prompt + args.max_new_tokens + max(map(len, references))
+def longest_reference(tokenizer, problems):
+    """The tokens of the longest reference, which CER and VeriFree read after a solution."""
+    references = tokenizer([f"{{{problem.reference}}}" for problem in problems])["input_ids"]
+    return max(map(len, references))
 
 
 # -------------------------------------------------------------------------------------------- flags

@@ -7,22 +7,22 @@ Each row of the file has a `question` (or `problem`) and a `solution` that ends 
 you would like the model to write it. Twenty rows can be enough.
 """
 
-from engine import cli  # isort: skip  (first, so that Ctrl-C during the other imports is quiet)
-
 import os
 import shlex
 import shutil
 
 import torch.distributed as dist
 
-from engine.cli import require
-from engine.files import read_rows
-from engine.load import load
-from engine.ranks import choose_directory, init_ranks
+from cer import check_scoring
+from engine.load import check_sampling, load
 from engine.supervised import supervise
 from engine.tokens import split_answer, vocabulary
-from rollout import encode_prompt, sample
+from runtime import cli
+from runtime.cli import require
+from runtime.files import lock, read_rows
+from runtime.ranks import choose_directory, init_ranks
 from tasks.data import in_epochs, to_problem
+from tasks.prompts import encode_prompt, usable_prompts
 
 
 def main():
@@ -40,9 +40,13 @@ def main():
     require(dist.get_world_size() == 1, "warm_start.py runs in one process, without torchrun")
     out = choose_directory(args.out, "warm-start")
     demonstrations = read_demonstrations(args.data)
-    model, tokenizer = load(args.model, device)
+    model, tokenizer = load(args.model, device, check_sampling, check_scoring)
     encode = vocabulary(tokenizer).encode
+    problems, _ = usable_prompts(tokenizer, [problem for problem, _ in demonstrations], args.data)
+    usable = set(problems)
+    demonstrations = [(problem, text) for problem, text in demonstrations if problem in usable]
     pairs = [(encode_prompt(tokenizer, problem), encode(text)) for problem, text in demonstrations]
+    claim = lock(out)  # noqa: F841  before the training, and until this process ends
     # The rate falls to about 0 by the last step, so that a single step would train nothing.
     steps = max(2, args.epochs * len(pairs) // args.batch)
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
@@ -55,31 +59,23 @@ def main():
     loss = supervise(model, order, steps, args.batch, args.lr, stop)
     require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
     save(model.eval(), tokenizer, out)
-    report_boxes(model, tokenizer, [problem for problem, _ in demonstrations[:8]])
-    train = shlex.join(["python", "train.py", "--model", str(out), "--dataset", "FILE"])
-    print(f"final loss {loss:.3f}; train with: {train}")
+    judge = shlex.join(["python", "judge.py", "--model", str(out), "--dataset", "FILE"])
+    print(f"final loss {loss:.3f}; see what it answers with: {judge}")
 
 
 def save(model, tokenizer, out):
-    """Save in out/, or nothing at all: it is named OUT.partial until it is written."""
-    partial = out.with_name(f"{out.name}.partial")
+    """Save in out/, or nothing at all: all files are written in out/partial, and moved then."""
+    partial = out / "partial"
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         os.sync()
-        partial.rename(out)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            path.rename(out / path.name)  # config.json last, without which this is no model
+        partial.rmdir()
     except Exception as error:  # a full disk raises errors of many types
         shutil.rmtree(partial, ignore_errors=True)
         raise cli.InputError(f"cannot save {out} ({cli.first_line(error)})") from error
-
-
-def report_boxes(model, tokenizer, problems):
-    """Sample the first demonstrations' questions, and say how many samples box an answer."""
-    groups = sample(model, tokenizer, problems, 1, 512, name="check")
-    boxed = sum(bool(group.answers[0]) for group in groups)
-    print(f"{boxed} of {len(groups)} samples of demonstrated questions box an answer")
-    if boxed < len(groups):
-        print("for more: --epochs or --lr. train.py learns little where boxes are rare")
 
 
 def read_demonstrations(path):

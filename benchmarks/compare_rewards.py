@@ -26,9 +26,10 @@ from measure import ROOT, commit, markdown
 from tqdm import tqdm
 
 import plot
-from engine import cli, load
-from engine.files import checkpoints, read_config, read_rows, to_jsonl
+from engine import load
 from engine.supervised import supervise
+from runtime import cli
+from runtime.files import checkpoints, read_config, read_rows, to_jsonl
 from tasks import toy, toy_model
 
 RUNS = ROOT / "runs" / "compare_rewards"

@@ -21,10 +21,11 @@ import transformers
 from measure import commit
 
 from cer import answer_logprobs, log_finished, spellings
-from engine import cli, load, memory, policy, ranks
+from engine import load, memory, policy
 from engine.sampling import EachStep, generate
 from engine.tokens import vocabulary
 from rloo import TrainingRow, update
+from runtime import cli, ranks
 from tasks import toy_model
 
 QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728, head_dim=128)

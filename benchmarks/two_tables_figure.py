@@ -17,9 +17,9 @@ import torch
 
 sys.path.append(sys.path[0] + "/..")  # where cer.py and rloo.py are
 from cer import cer
-from engine.cli import Parser, number, run_script
 from plot import COLOURS
 from rloo import leave_one_out
+from runtime.cli import Parser, number, run_script
 
 # ------------------------------------------------------------------------------------ the training
 

@@ -10,26 +10,23 @@ On a CPU both compute in fp32.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from engine.files import checkpoints
 from engine.load import load_model
-from engine.memory import check_host, plan_memory
 from engine.tokens import LOGITS_AT_ONCE
+from runtime.cli import require
 
 
-def make_policy(model, actor, longest_row, out, args):
-    """-> the policy, Adam, how many tokens fit in a micro-batch, and lines that say what fits."""
-    wanted = args.microbatch_tokens, args.cpu_offload
-    microbatch_tokens, offload, memory = plan_memory(actor, longest_row, *wanted)
-    host = check_host(actor, out, offload, max(1, args.keep + 1 - len(checkpoints(out))))
-    policy = Policy(load_model(model, "cpu", "auto"), offload)
+def make_policy(name_or_dir, cpu_offload, lr):
+    """Load the model to train -> the policy, AdamW."""
+    policy = Policy(load_model(name_or_dir, "cpu", "auto"), cpu_offload)
     # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
-    fused = actor.device.type == "cuda"
-    adam = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0, fused=fused)
-    return policy, adam, microbatch_tokens, f"{memory}\n{host}"
+    fused = policy.device.type == "cuda"
+    adam = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=fused)
+    return policy, adam
 
 
 class Policy(torch.nn.Module):
@@ -47,7 +44,8 @@ class Policy(torch.nn.Module):
         self.sync_every_batch = not cpu_offload
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else model.device
-        options = {}
+        # Without a mesh fully_shard would take the machine's accelerator, whatever the device is.
+        options = {"mesh": dist.init_device_mesh(self.device.type, (dist.get_world_size(),))}
         if on_gpu:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
             model.activation_checkpointing_enable()
@@ -85,6 +83,21 @@ def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
 
     pieces = zip(hidden.split(chunk), targets.split(chunk))
     return torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces])
+
+
+@torch.no_grad()
+def check_training(policy, actor):
+    """Check that the policy's log-probabilities, in training mode, are the actor's: noise in
+    training mode would give the update other ones than those that sampled."""
+    stop = actor.generation_config.eos_token_id[0]
+    ids = torch.tensor([[stop, *range(8)]], device=policy.device)
+    logits = actor(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    at = torch.arange(9, device=policy.device)[None] > 0
+    difference = (policy(ids, at) - expected).abs().mean().item()
+    family, limit = actor.config.model_type, 0.1 if actor.dtype == torch.bfloat16 else 1e-3
+    same = f"{family} is not supported: its log-probabilities in training mode differ"
+    require(difference < limit, f"{same} by {difference:.2g}")
 
 
 @torch.no_grad()

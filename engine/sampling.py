@@ -6,8 +6,8 @@ import math
 import torch
 from transformers import LogitsProcessor, StaticCache
 
-from engine.console import progress, say
 from engine.tokens import batches, pad
+from runtime.console import progress, say
 
 
 def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):

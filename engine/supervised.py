@@ -4,8 +4,8 @@ import itertools
 
 import torch
 
-from engine.console import say
 from engine.tokens import pad
+from runtime.console import say
 
 
 def supervise(model, demonstrations, steps, batch, lr, stop):

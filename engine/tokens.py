@@ -110,9 +110,10 @@ class Vocabulary:
         opening, answer = found[0], found[1].encode("latin-1")
         closing = opening + 1 + len(answer)  # the offset of the brace that closes the box
         ends = list(itertools.accumulate(len(self.bytes[i]) for i in ids))  # of each token
-        opening_token, closing_token = (bisect.bisect_right(ends, at) for at in (opening, closing))
         if opening not in ends:  # no token ends where the brace begins
             return None
+        opening_token = bisect.bisect_right(ends, opening)
+        closing_token = bisect.bisect_right(ends, closing)
         rest = self.bytes[ids[closing_token]][closing - ends[closing_token] :]
         try:
             answer = answer.decode("utf-8")
@@ -121,19 +122,25 @@ class Vocabulary:
         return Box(opening_token, answer, rest.decode("utf-8", "replace"))
 
 
-@functools.lru_cache(maxsize=8)
 def vocabulary(tokenizer):
+    """The Vocabulary of a tokenizer, made once, and again after tokenizer.add_tokens."""
+    return cached_vocabulary(tokenizer, len(tokenizer))
+
+
+@functools.lru_cache(maxsize=8)
+def cached_vocabulary(tokenizer, size):
     return Vocabulary(tokenizer)
 
 
 def token_bytes(tokenizer):
-    """The bytes of each token, [len(tokenizer)]; b"" for special tokens and unused ids."""
+    """The bytes of each token, by id up to the largest; b"" for special tokens and unused ids."""
     # As in Qwen, Llama 3 and most others, each byte of a token is stored as a printable character.
     if not (tokenizer.is_fast and "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)):
         raise ValueError("only byte-level tokenizers (with a tokenizer.json) are supported")
     byte = {character: b for b, character in bytes_to_unicode().items()}
     added, table = tokenizer.added_tokens_decoder, []
-    for i, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
+    ids = range(1 + max(tokenizer.get_vocab().values()))  # len(tokenizer) is less if there are gaps
+    for i, token in enumerate(tokenizer.convert_ids_to_tokens(ids)):
         if i in added:
             table.append(b"" if added[i].special else added[i].content.encode())
         else:

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's
 
 
 import cer  # noqa: E402
-from engine import cli  # noqa: E402
 from engine.load import load  # noqa: E402
 from rollout import chat_messages  # noqa: E402
+from runtime import cli  # noqa: E402
 from tasks import toy_model  # noqa: E402
 from tasks.data import load_problems  # noqa: E402
 

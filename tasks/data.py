@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.cli import InputError, require
-from engine.console import say
-from engine.files import FORMATS, read_rows, table_rows
 from engine.tokens import split_answer
+from runtime.cli import InputError, require
+from runtime.console import say
+from runtime.files import FORMATS, read_rows, table_rows
 from tasks import toy
 from tasks.verifiers import VERIFIERS
 
@@ -21,7 +21,7 @@ from tasks.verifiers import VERIFIERS
 @dataclass(frozen=True)
 class Problem:
     question: str  # q, with the options of a multiple-choice question as lines "A: ..."
-    reference: str  # a*, verbatim as the data set has it
+    reference: str  # a*, as the data set has it, without white space at its ends
     verifier: str = "math"  # how answers are verified: a name in verifiers.VERIFIERS
 
 
@@ -55,23 +55,19 @@ def load_problems(name_or_path, limit=None, verifier=None):
     name = str(name_or_path)
     rows, default = load_rows(name, verifier)
     require(rows, f"{name} has no rows")
-    problems, noted = [], collections.defaultdict(list)  # {what is said of a row: row numbers}
+    problems, left_out = [], collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
         named, known = row.get("verifier") or default, [*VERIFIERS]
         require(named in known, f"{name}, row {number}: no verifier {named!r}, only {known}")
         try:
-            problem = to_problem(row, default)
+            problems.append(to_problem(row, default))
         except InputError as reason:
-            noted[f"left out: {reason}"].append(number)
-            continue
-        problems.append(problem)
-        if problem.reference != problem.reference.strip():
-            noted["the reference has whitespace at an end, which counts"].append(number)
-    notes = [f"{what} ({len(at)} of {len(rows)}: rows {at[:3]})" for what, at in noted.items()]
+            left_out[str(reason)].append(number)
+    counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
     columns = f"the columns are {', '.join(rows[0])}"
-    require(problems, f"{name}: no row can be used; {'; '.join(notes)}; {columns}")
-    for note in notes:
-        say(f"{name}: {note}")
+    require(problems, f"{name}: no row can be used; {'; '.join(counts)}; {columns}")
+    for count in counts:
+        say(f"{name}: left out: {count}")
     return problems[:limit]
 
 
@@ -131,17 +127,17 @@ def to_problem(row, verifier):
 
 
 def find_reference(row):
-    """The reference of a row, verbatim, except that numbers become text, and that a box around all
-    of it is taken off."""
+    """The reference of a row, verbatim, except that numbers become text, and that white space at
+    its ends and a box around all of it are taken off."""
     answer = (row.get("options") and row.get("answer_letter")) or row.get("answer")
     in_solution = answer in (None, "")
     text = as_text(row.get("solution") if in_solution else answer) or ""
-    text = text.rsplit("\n#### ")[-1]  # GSM8K writes its working before this mark
+    text = text.rsplit("\n#### ")[-1].strip()  # GSM8K writes its working before this mark
     box = split_answer(text)
-    if in_solution or (box and text.strip() == rf"\boxed{{{box[1]}}}"):
-        text = box[1] if box else ""
+    if in_solution or (box and text == rf"\boxed{{{box[1]}}}"):
+        text = box[1].strip() if box else ""
     require(not isinstance(answer, list), "the reference is a list: only one spelling can be given")
-    require(text.strip(), "no reference (`answer` as text or number, or `solution` with a box)")
+    require(text, "no reference (`answer` as text or number, or `solution` with a box)")
     whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
     require(whole, "the reference cannot be boxed: check its braces")
     return text

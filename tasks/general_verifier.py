@@ -22,8 +22,8 @@ incorrect, output "Final Decision: No". Assistant:"""
 
 
 def ask(verifier_model, pairs):
-    """(problem, answer) pairs -> the verdict on each, "right", "wrong" or "undecided", by greedy
-    decoding. verifier_model: (model, tokenizer)."""
+    """(problem, answer) pairs -> whether each is right, by greedy decoding. verifier_model: (model,
+    tokenizer)."""
     model, tokenizer = verifier_model
     texts = [
         VERIFIER_PROMPT.format(question=p.question, reference=p.reference, answer=answer)
@@ -31,11 +31,11 @@ def ask(verifier_model, pairs):
     ]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
-    return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
+    return [accepts(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
 
 
-def decision(output):
-    """The verdict in the verifier's reply: its last decision. One that is quoted, as in an echo of
-    the prompt, is none, and neither is "Yes/No"."""
-    said = re.findall(r"""Final Decision: (Yes|No)\b(?![/"'])""", output)
-    return {"Yes": "right", "No": "wrong"}[said[-1]] if said else "undecided"
+def accepts(reply):
+    """Whether the last decision in the verifier's reply is Yes. One that is quoted, as in an echo
+    of the prompt, is none, and neither is "Yes/No"."""
+    decisions = re.findall(r"""Final Decision: (Yes|No)\b(?![/"'])""", reply)
+    return decisions[-1:] == ["Yes"]

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from engine.cli import require
-from engine.console import is_rank_0
-from engine.files import lock
 from engine.supervised import supervise
+from runtime.cli import require
+from runtime.console import is_rank_0
+from runtime.files import lock
 from tasks import toy
 
 # What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
@@ -38,8 +38,8 @@ FLAGS = {
 LEARNING_RATE = {"lr": 6e-4, "lr_end": 0.1}
 POSITIONS = 128  # tokens of a prompt and its completion, at most
 
-# This chat template keeps only the first line of the last message, which is the question.
-CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\n')[0] + '\n' }}"
+# This chat template keeps the last message up to the request for a box, which is the question.
+CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\nPlease reason')[0] + '\n' }}"
 # No token spans two of these pieces. Digits are single tokens, and `boxed` and `{` stay separate.
 PIECES = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"
 

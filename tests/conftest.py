@@ -15,11 +15,11 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
-from engine import cli, ranks
-from engine.files import append_rows, checkpoints, read_rows
 from engine.tokens import vocabulary
 from rloo import TrainingRow
 from rollout import to_group
+from runtime import cli, ranks
+from runtime.files import append_rows, checkpoints, read_rows
 from tasks import data, toy, toy_model
 
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP

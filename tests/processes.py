@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import cli, load, policy, ranks
+from engine import load, policy
 from rloo import update
+from runtime import cli, ranks
 
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = f"{HERE}:{HERE.parent}"  # for the server

@@ -6,8 +6,8 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from engine.cli import InputError
 from engine.tokens import split_answer
+from runtime.cli import InputError
 from tasks import toy
 from tasks.data import Problem, load_problems
 from tasks.verifiers import VERIFIERS, verdict

@@ -14,10 +14,10 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 from engine import load, memory, policy, sampling
-from engine.cli import InputError
 from engine.sampling import generate
 from engine.tokens import split_answer, vocabulary
 from rollout import encode_prompt, sample
+from runtime.cli import InputError
 from tasks import data, toy_model
 
 # ------------------------------------------------------------------------------------------- tokens

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 import plot
-from engine.files import append_rows
+from runtime.files import append_rows
 
 GROUP = {"step": 3, "question": "How many?\nIn $ and % of \\frac{1}{2}", "reference": "14"}
 GROUP |= {"answers": ["15", "14 eggs", None, "14", ""], "R": [0.1, 0.6, 0.0, 0.7, 0.0]}

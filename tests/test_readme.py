@@ -1,5 +1,5 @@
-"""What the README and docs/ say of files, flags, lines and imports is so. The README's ```sh blocks
-are run by .ci/run."""
+"""What the README and docs/ say of files, flags, lines and imports is so. .ci/run runs the ```sh
+blocks."""
 
 import re
 import sys
@@ -12,14 +12,19 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 COMMAND = re.compile(r"^(?:python|torchrun)\b[^\n]*?([\w/]+)\.py([^\n]*)$", re.MULTILINE)
 
 
+def blocks(page, language):
+    """The code blocks of a page in this language, joined."""
+    found = re.findall(rf"^```(?:{language})\n(.*?)^```", page.read_text(), re.M | re.S)
+    return "\n".join(found)
+
+
 def commands():
     """(script, flags) of every command in a block or between backquotes."""
     found = set()
     for page in PAGES:
-        text = page.read_text()
-        blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        found.update(COMMAND.findall("\n".join([*blocks, *re.findall(r"`([^`\n]*)`", text)])))
-    assert {"train", "evaluate", "plot"} <= {name for name, _ in found}
+        quoted = re.findall(r"`([^`\n]*)`", page.read_text())
+        found.update(COMMAND.findall("\n".join([blocks(page, "sh|bash"), *quoted])))
+    assert {"train", "evaluate", "plot", "judge"} <= {name for name, _ in found}
     return sorted(found)
 
 
@@ -37,6 +42,12 @@ def test_every_file_and_heading_that_is_linked_is_there():
             headings = re.findall("^#+ (.*)", linked.read_text(), re.M) if anchor else []
             slugs = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings]
             assert anchor in ["", *slugs], (page.name, path, anchor)
+
+
+def test_every_line_of_the_reward_in_the_readme_is_in_cer_in_this_order():
+    lines = iter((ROOT / "cer.py").read_text().splitlines())
+    for line in blocks(PAGES[0], "python").splitlines():
+        assert line in lines, line  # `in` goes on where the line before was found
 
 
 def imports(path):

@@ -9,8 +9,8 @@ from conftest import group_of
 import report
 import train
 import warm_start
-from engine import console
-from engine.files import read_rows
+from runtime import console
+from runtime.files import read_rows
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
 HEALTHY |= {"tiny_reward_groups": 0.5, "boxes_opened": 0.1}

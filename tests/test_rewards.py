@@ -11,9 +11,9 @@ from conftest import group_of, tiny_model
 from one_file import log_pi
 
 import reward_functions
-from engine.cli import InputError
 from engine.tokens import split_answer
 from reward_functions import REWARDS
+from runtime.cli import InputError
 from tasks import data, general_verifier, toy, verifiers
 from tasks.verifiers import verdict
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 import reward_functions
 import train
 from engine import policy
-from engine.checkpoints import load_checkpoint, save_checkpoint
-from engine.files import checkpoints, read_rows
-from engine.ranks import Stop
 from rloo import rloo_rows
+from runtime.checkpoints import load_checkpoint, save_checkpoint
+from runtime.files import checkpoints, read_rows
+from runtime.ranks import Stop
 
 # -------------------------------------------------------------------------------------------- ranks
 

@@ -15,9 +15,9 @@ import evaluate
 import plot
 import train
 import warm_start
-from engine import files
-from engine.files import read_rows, to_jsonl
 from reward_functions import REWARDS
+from runtime import files
+from runtime.files import read_rows, to_jsonl
 from tasks import general_verifier, toy_model
 from tasks.data import in_epochs
 

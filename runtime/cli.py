@@ -39,9 +39,7 @@ def run_script(main):
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
             raise
         message = f"{error}: try --microbatch-tokens, --cpu-offload or --batch"
-    rank = os.environ.get("RANK", "0")
-    name = Path(sys.argv[0]).name + ("" if rank == "0" else f", rank {rank}")
-    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from engine.cli import InputError, first_line, require
+from runtime.cli import InputError, first_line, require
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
@@ -64,7 +64,8 @@ def append_rows(path, rows):
 
 
 def to_jsonl(rows):
-    """Rows as lines of JSON, which has no nan and no infinity, so these become null."""
+    """Rows as lines of JSON. JSON has no nan and no infinity. Python writes them all the same, and
+    reading them back is the simplest way to find them and make them null."""
     finite = [json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows]
     return "".join(json.dumps(row) + "\n" for row in finite)
 
@@ -91,24 +92,12 @@ def read_config(run):
     require(Path(run).is_dir(), f"{run}: no such directory")
     config = Path(run) / "config.json"
     require(config.is_file(), f"{run} is not a run: it has no config.json")
-    return read_flags(config)
-
-
-def read_flags(path):
-    """The JSON object in config.json or results.json, which has the flags of a script."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(config.read_text())
         return content | {"flags": dict(content["flags"])}
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{path}: expected an object with flags ({first_line(error)})") from error
-
-
-def check_same(out, before, now, free=()):
-    """Refuse to go on in a directory with other flags, data or weights than before. before, now:
-    {name: value}; free: the names that may change."""
-    pairs = [(name, before.get(name), now.get(name)) for name in before | now if name not in free]
-    changed = ", ".join(f"{name} was {was} and is {is_}" for name, was, is_ in pairs if was != is_)
-    require(not changed, f"{out} cannot go on, since {changed}: keep it, or choose a new directory")
+        problem = f"{config}: expected an object with flags"
+        raise InputError(f"{problem} ({first_line(error)})") from error
 
 
 def checkpoints(run):

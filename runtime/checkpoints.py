@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import time
 from hashlib import sha256
 
 import torch
@@ -16,28 +15,32 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from engine.cli import InputError, require
-from engine.console import is_rank_0, say
-from engine.files import check_same, checkpoints, read_config
+from runtime.cli import InputError, require
+from runtime.console import is_rank_0, say
+from runtime.files import checkpoints, read_config
 
 TENSORS_IN_A_FILE = 32
 
 
-def fingerprint(problems, template=None):
+def fingerprint(problems, held_out, template):
     """What tells whether a resumed run has the same data and the same chat template."""
-    digest = sha256(repr((problems, template)).encode()).hexdigest()[:16]
-    return f"{len(problems)} questions, sha256 {digest}"
+    digest = sha256(repr((problems, held_out, template)).encode()).hexdigest()[:16]
+    return f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
 
 
 def check_resumed(out, flags, free, last_step):
-    """Refuse to resume a run that is complete, or with other flags, except those in `free`, or with
-    other data (a fingerprint among the flags)."""
+    """Refuse to resume a run with other flags, except those in `free`, or with other data (a
+    fingerprint among the flags)."""
     config = read_config(out)
-    check_same(out, config["flags"] | {"data": config.get("data")}, flags, free)
+    before = config["flags"] | {"data": config.get("data")}
+    fixed = [name for name in before | flags if name not in free]
+    pairs = [(name, before.get(name), flags.get(name)) for name in fixed]
+    changed = ", ".join(f"{name} was {was} and is {is_}" for name, was, is_ in pairs if was != is_)
+    require(not changed, f"{out} cannot go on, since {changed}: keep it, or choose a new directory")
     done = max([step for step, _ in checkpoints(out)], default=0)
     if is_rank_0():  # what a kill has left
         shutil.rmtree(out / "checkpoints" / "partial", ignore_errors=True)
-    require(done < last_step, f"the run in {out} has completed {done} of {last_step} steps")
+    require(done <= last_step, f"the run in {out} has {done} steps, more than {last_step}")
     say(f"resuming after step {done}")
 
 
@@ -52,14 +55,7 @@ def training_state(policy, optimizer):
 
 def reason(error):
     """The last line of an error. dcp's CheckpointException holds a traceback, which ends in it."""
-    return str(error).strip().splitlines()[-1]
-
-
-def clear(directory):
-    """Delete a directory, or give what cannot be deleted another name."""
-    shutil.rmtree(directory, ignore_errors=True)
-    if directory.exists():
-        directory.rename(directory.with_name(f"{directory.name}-{time.time_ns()}"))
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
@@ -69,7 +65,7 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     memory twice while it is written, so the state goes into many files."""
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
     if is_rank_0():
-        clear(partial)
+        shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     try:
         state = training_state(policy, optimizer)
@@ -82,7 +78,7 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
         if is_rank_0():
-            clear(partial)
+            shutil.rmtree(partial, ignore_errors=True)
         last = ["none", *(path.name for _, path in checkpoints(out))][-1]
         problem = f"cannot save {directory} ({reason(error)})"
         raise InputError(f"{problem}; the last complete checkpoint is {last}") from error
@@ -92,7 +88,7 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
         partial.rename(directory)
         for _, old in checkpoints(out)[:-keep]:
             old.rename(partial)
-            clear(partial)
+            shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()  # torchrun ends all ranks when one has ended
 
 

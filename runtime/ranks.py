@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from engine.cli import require
-from engine.console import is_rank_0, say
-from engine.files import existing, lock
+from runtime.cli import require
+from runtime.console import is_rank_0, say
+from runtime.files import existing, lock
 
 
 def init_ranks():
@@ -25,13 +25,13 @@ def init_ranks():
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        # On Hopper torch 2.11 and later prefer cuDNN's attention, which makes a new plan for every
-        # shape. Every decode step has a new shape.
+        # A prefill that is padded on the left has fully masked rows. cuDNN's attention, which torch
+        # prefers on Hopper, need not return numbers there; the efficient kernel returns 0.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Batches of many shapes leave holes in segments of fixed size.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "MASTER_ADDR" in os.environ:
+    if "RANK" in os.environ:  # set by torchrun; a cluster may export a MASTER_ADDR of its own
         # Ranks wait for the one that samples longest, and for rank 0 to write files.
         dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     else:
@@ -52,10 +52,10 @@ def all_gather(part):
 
 def choose_directory(out, name, resume=False):
     """--out, or runs/TIME-NAME-PID -> its path, the same on all ranks. Raises InputError if it
-    cannot be used. It is made and locked (engine.files.lock) where the run begins, so a refused
+    cannot be used. It is made and locked (runtime.files.lock) where the run begins, so a refused
     attempt leaves nothing behind. Unless a run is resumed it must be empty."""
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
-    out = Path(all_gather([out or default])[0])
+    out = Path(all_gather([out or default])[0]).expanduser()
     if is_rank_0():
         require(existing(out).is_dir(), f"--out {out}: {existing(out)} is not a directory")
         if (out / "lock").exists():
@@ -83,7 +83,7 @@ class Stop:
 
     def __init__(self):
         self.received = self.signal = 0  # the signal of this rank, and of any rank after a step
-        self.skipped = 0  # skipped updates in a row
+        self.skipped, self.diverged = 0, False  # skipped updates in a row; whether they are three
         for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.request)

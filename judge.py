@@ -1,0 +1,82 @@
+"""Before training: does a reward tell right from wrong on your questions, with your model?
+
+    python judge.py --model Qwen/Qwen3-4B-Base --dataset mine.jsonl
+
+The model samples each question as in training. The verifier that the question names says which
+samples are right. A reward is a good judge if a right sample receives more than a wrong one of the
+same question. AUC is how often that is so: 1 is always, and .5 is chance.
+"""
+
+import torch.distributed as dist
+
+from cer import check_scoring
+from engine.load import check_sampling, load
+from report import group_record, judgement
+from reward_functions import REWARDS, compute_rewards
+from rollout import sample
+from runtime import cli
+from runtime.console import is_rank_0, progress
+from runtime.files import append_rows, lock, write_atomically
+from runtime.ranks import all_gather, choose_directory, init_ranks, seed_everything
+from tasks.data import HUB, TOY, load_problems
+from tasks.prompts import usable_prompts
+from tasks.verifiers import VERIFIERS, is_right
+
+AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
+
+
+def judge(problems, names, samples, max_new_tokens, **models):
+    """Sample problems -> for each a row of samples.jsonl. Beside what a run writes it has `right`
+    [N], whether the verifier accepts a sample, and `rewards`, {name: R [N]}. Its R is the first."""
+    groups = sample(models["actor"], models["tokenizer"], problems, samples, max_new_tokens)
+    R, records = zip(*(compute_rewards(name, groups, **models) for name in names))
+    rows = []
+    for group, R_group, of_group in zip(groups, zip(*R), zip(*records)):
+        record = {"right": [is_right(group.problem, answer) for answer in group.answers]}
+        record["rewards"] = {name: R_name.tolist() for name, R_name in zip(names, R_group)}
+        for more in of_group:
+            record |= more
+        rows.append(group_record(0, group, R_group[0], record))
+    return rows
+
+
+def main():
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
+    add, count = parser.add_argument, cli.number(int, 1)
+    add("--model", required=True, help="Hugging Face model id or directory")
+    add("--dataset", required=True, help=f"{', '.join([*TOY, *HUB])}, or a file")
+    add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
+    add("--limit", type=count, default=50, help="judge only the first K questions")
+    add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
+    add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
+    add("--rewards", default="cer,verifree,exact,rule+cer", help=f"of {', '.join(REWARDS)}")
+    add("--seed", type=int, default=0, help="random seed of the samples")
+    add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge)")
+    args = parser.parse_args()
+    names = sorted(args.rewards.split(","), key="cer".__ne__)  # plot.py draws the first one's R
+    device = init_ranks()
+    rank, world, rows = dist.get_rank(), dist.get_world_size(), []
+    known = {*REWARDS} - {"general-verifier"}  # which needs a model of its own
+    cli.require({*names} <= known, f"--rewards: expected names of {', '.join(known)}")
+    out = choose_directory(args.out, "judge")
+    problems = load_problems(args.dataset, args.limit, args.verifier)
+    actor, tokenizer = load(args.model, device, check_sampling, check_scoring)
+    problems, _ = usable_prompts(tokenizer, problems, args.dataset)
+    models = {"actor": actor, "tokenizer": tokenizer, "M": None}
+    claim = lock(out) if is_rank_0() else None  # noqa: F841  until this process ends
+    for start in progress("questions", range(0, len(problems), AT_ONCE * world)):
+        seed_everything(args.seed, "judge", start)
+        mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
+        new = judge(mine, names, args.samples, args.max_new_tokens, **models) if mine else []
+        rows += all_gather(new)
+        if is_rank_0():
+            append_rows(out / "samples.jsonl", rows[start:])
+    if is_rank_0():
+        text, table = judgement(rows)
+        print(f"{text}\nall samples are in {out}; to draw one: python plot.py {out} --question 0")
+        write_atomically(out / "judge.json", table.to_json(orient="index", indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    cli.run_script(main)

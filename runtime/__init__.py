@@ -1,0 +1,1 @@
+"""A run: its processes, its files, and its words to the user."""

@@ -1,0 +1,53 @@
+"""The prompt of a problem: the paper's wording, through the model's chat template."""
+
+import math
+
+from engine.tokens import vocabulary
+from runtime.cli import InputError, first_line, require
+from runtime.console import progress, say
+
+# The wording of the paper's authors, from their code (the paper does not give it).
+SYSTEM = "You are a helpful assistant."
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+LETTER_ONLY = " Please only provide the letter of the answer in the box."
+
+
+def chat_messages(problem):
+    """The prompt for a problem, as chat messages."""
+    user = f"{problem.question}\n{INSTRUCTION}"
+    user += LETTER_ONLY if problem.verifier == "letter" else ""
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+
+
+def encode_prompt(tokenizer, problem):
+    """The prompt as token ids, through the chat template, or as plain text if the tokenizer has
+    none. InputError if the template fails, or if the question is not in the prompt."""
+    messages = chat_messages(problem)
+    if not tokenizer.chat_template:
+        return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
+    options = {"add_generation_prompt": True, "return_dict": False}
+    try:
+        prompt = tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template is a program, and fails in many ways
+        raise InputError(f"the chat template fails ({first_line(error)})") from error
+    # Compared as bytes without white space, after what the tokenizer normalises.
+    vocab = vocabulary(tokenizer)
+    question, whole = (vocab.join(ids).split() for ids in (vocab.encode(problem.question), prompt))
+    kept = b"".join(question) in b"".join(whole)
+    require(kept, f"the chat template drops the question {problem.question[:80]!r}")
+    return prompt
+
+
+def usable_prompts(tokenizer, problems, name, most=math.inf):
+    """Leave out questions that hold a control token, and prompts of more than `most` tokens ->
+    (problems, tokens of the longest prompt). name: of the data set, for the messages."""
+    control = tokenizer.all_special_tokens
+    plain = [p for p in problems if not any(token in p.question for token in control)]
+    sizes = [len(encode_prompt(tokenizer, p)) for p in progress("prompts", plain, unit="prompt")]
+    kept = [problem for problem, size in zip(plain, sizes) if size <= most]
+    counts = f"{len(problems) - len(plain)} of {len(problems)} questions have a control token, and "
+    counts += f"{len(plain) - len(kept)} prompts more than {most} tokens"
+    require(kept, f"{name}: no question is left; {counts}")
+    if len(kept) < len(problems):
+        say(f"{name}: left out: {counts}")
+    return kept, max(size for size in sizes if size <= most)
