@@ -182,16 +182,16 @@ def spellings(vocab, answer):
     counts once. What the first has taken is left to the first."""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
     finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
-    ways, found = {}, []
+    ways, spelled = {}, []
     for tokens in without_brace, with_brace[:-1]:
         new = {}
         for beginning in (tuple(tokens[:i]) for i in range(len(tokens) + 1)):
             rest = finished[len(vocab.join(beginning)) :]
             new[beginning] = [] if beginning in ways else vocab.beginning_with(rest)
         if any(new.values()):
-            found.append(Spelling(tokens, list(new.values())))
+            spelled.append(Spelling(tokens, list(new.values())))
         ways |= new
-    return found
+    return spelled
 
 
 def read_contexts(model, contexts):

@@ -108,8 +108,7 @@ def main():
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     model, tokenizer = load(args.model, device, check_sampling)
     datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}
-    if is_rank_0():
-        claim = lock(out)  # noqa: F841  until this process ends
+    claim = lock(out) if is_rank_0() else None  # noqa: F841  until this process ends
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from cer import check_scoring
 from engine.load import check_sampling, load
-from report import group_record, judgement
+from report import group_record, say_judgement
 from reward_functions import REWARDS, compute_rewards
 from rollout import sample
 from runtime import cli
 from runtime.console import is_rank_0, progress
-from runtime.files import append_rows, lock, write_atomically
+from runtime.files import append_rows, lock
 from runtime.ranks import all_gather, choose_directory, init_ranks, seed_everything
 from tasks.data import HUB, TOY, load_problems
 from tasks.prompts import usable_prompts
@@ -25,17 +25,17 @@ from tasks.verifiers import VERIFIERS, is_right
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
-def judge(problems, names, samples, max_new_tokens, **models):
+def judge(actor, tokenizer, problems, names, args):
     """Sample problems -> for each a row of samples.jsonl. Beside what a run writes it has `right`
     [N], whether the verifier accepts a sample, and `rewards`, {name: R [N]}. Its R is the first."""
-    groups = sample(models["actor"], models["tokenizer"], problems, samples, max_new_tokens)
+    groups = sample(actor, tokenizer, problems, args.samples, args.max_new_tokens)
+    models = {"actor": actor, "tokenizer": tokenizer, "M": None}
     R, records = zip(*(compute_rewards(name, groups, **models) for name in names))
     rows = []
     for group, R_group, of_group in zip(groups, zip(*R), zip(*records)):
-        record = {"right": [is_right(group.problem, answer) for answer in group.answers]}
+        record = {key: value for one in of_group for key, value in one.items()}
+        record["right"] = [is_right(group.problem, answer) for answer in group.answers]
         record["rewards"] = {name: R_name.tolist() for name, R_name in zip(names, R_group)}
-        for more in of_group:
-            record |= more
         rows.append(group_record(0, group, R_group[0], record))
     return rows
 
@@ -54,27 +54,24 @@ def main():
     add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge)")
     args = parser.parse_args()
     names = sorted(args.rewards.split(","), key="cer".__ne__)  # plot.py draws the first one's R
-    device = init_ranks()
-    rank, world, rows = dist.get_rank(), dist.get_world_size(), []
-    known = {*REWARDS} - {"general-verifier"}  # which needs a model of its own
-    cli.require({*names} <= known, f"--rewards: expected names of {', '.join(known)}")
+    known = [name for name in REWARDS if name != "general-verifier"]  # it needs a second model
+    cli.require({*names} <= {*known}, f"--rewards: expected some of {', '.join(known)}")
+    device, rows = init_ranks(), []
+    rank, world = dist.get_rank(), dist.get_world_size()
     out = choose_directory(args.out, "judge")
     problems = load_problems(args.dataset, args.limit, args.verifier)
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset)
-    models = {"actor": actor, "tokenizer": tokenizer, "M": None}
     claim = lock(out) if is_rank_0() else None  # noqa: F841  until this process ends
     for start in progress("questions", range(0, len(problems), AT_ONCE * world)):
         seed_everything(args.seed, "judge", start)
         mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
-        new = judge(mine, names, args.samples, args.max_new_tokens, **models) if mine else []
-        rows += all_gather(new)
+        rows += all_gather(judge(actor, tokenizer, mine, names, args) if mine else [])
         if is_rank_0():
             append_rows(out / "samples.jsonl", rows[start:])
     if is_rank_0():
-        text, table = judgement(rows)
-        print(f"{text}\nall samples are in {out}; to draw one: python plot.py {out} --question 0")
-        write_atomically(out / "judge.json", table.to_json(orient="index", indent=2) + "\n")
+        say_judgement(rows).to_json(out / "judge.json", orient="index", indent=2)
+        print(f"all samples are in {out}; to draw one: python plot.py {out} --question 0")
     dist.destroy_process_group()
 
 

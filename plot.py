@@ -189,7 +189,6 @@ def read_metrics(run):
     lines = read_log(run / "metrics.jsonl")
     seconds = [sum(line.get("seconds", {}).values()) for line in lines]
     table = pandas.DataFrame(lines).assign(minutes=numpy.cumsum(seconds) / 60)
-    require(table.step.is_unique, f"{run}/metrics.jsonl repeats step {table.step.mode()[0]}")
     return table.set_index("step", drop=False)
 
 

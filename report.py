@@ -97,32 +97,31 @@ def warning(numbers):
         return "in every group all samples received the same reward, so this step had no gradient"
 
 
-# ------------------------------------------------------------------------------------ rewards judged
+# ----------------------------------------------------------------------------------- rewards judged
 
 
-def judgement(rows):
-    """What judge.py's rows of samples.jsonl say about their rewards -> (text, table)."""
+def say_judgement(rows):
+    """Print what judge.py's rows of samples.jsonl say about their rewards -> the table."""
     names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
     frame = pandas.DataFrame([row | row["rewards"] for row in rows])
     samples = frame[["reference", *lists, *names]].explode([*lists, *names]).infer_objects()
-    samples["answered"] = samples.answers.map(bool)
+    samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
     samples["verbatim"] = samples.answers == samples.reference
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     answered = samples[samples.answered]  # indexed by question
     both = (answered.groupby(level=0).right.nunique() == 2).sum()
     table = pandas.DataFrame({name: judge_reward(samples, answered, name) for name in names}).T
-    lines = [
-        f"{len(rows)} questions x {len(rows[0]['answers'])} samples: "
-        + ", ".join(f"{name} {brief(share)}" for name, share in shares.items()),
-        f"{both} questions have both right and wrong answers; AUC is their mean",
-        table.to_string(float_format="{:.3g}".format, na_rep="-"),
-    ]
+    sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
+    print(f"{len(rows)} questions x {len(rows[0]['answers'])} samples: {sampled}")
+    print(f"{both} questions have both right and wrong answers; AUC is their mean")
+    print(table.to_string(float_format="{:.3g}".format, na_rep="-"))
     if "cer" in names and samples.right.any():
-        lines += ["least CER of right answers; the model rarely writes such references:"]
+        print("least CER of right answers; the model rarely writes such references:")
         for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
             answer = samples.loc[[k]].query("right").answers.iloc[0]
-            lines += [f"  {reward:.1e}  {answer!r:.50} for a* = {rows[k]['reference']!r:.50}"]
-    return "\n".join([*lines, advice(shares, table, len(rows))]), table
+            print(f"  {reward:.1e}  {answer!r:.50} for a* = {rows[k]['reference']!r:.50}")
+    print(advice(shares, table, len(rows)))
+    return table
 
 
 def judge_reward(samples, answered, name):

@@ -120,9 +120,10 @@ def update(policy, optimizer, rows, lr, token_budget):
 def microbatches(rows, token_budget):
     """This rank's share of the rows, in padded batches of ids [b, L] and weights [b, L].
 
-    All rows (the same list on every rank) are sorted by length and dealt in turns, a row for each
-    rank. The budget is counted with the longest row of each turn. So all ranks run the same number
-    of batches, as FSDP's collective calls need. Their sizes are nearly equal, with little padding.
+    All rows (the same list on every rank) are sorted by length and dealt out like cards: a turn
+    gives every rank one row, all of about equal length. A batch is some turns, and its size is
+    counted with the longest row of each turn. So all ranks run the same number of batches, as
+    FSDP's collective calls need, and there is little padding.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     blank = TrainingRow(rows[0].ids[:1], [0.0])

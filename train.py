@@ -55,8 +55,8 @@ def main():
     inputs = {"actor": actor, "tokenizer": tokenizer, "M": args.m}  # of the reward functions
     if args.reward == "general-verifier":
         inputs["verifier_model"] = load(args.verifier_model, device)
-    plan = plan_memory(actor, longest_row, args.microbatch_tokens, args.cpu_offload)
-    token_budget, offload, memory = plan
+    fits = plan_memory(actor, longest_row, args.microbatch_tokens, args.cpu_offload)
+    token_budget, offload, memory = fits
     disk = check_disk(actor, out, args.keep)
     policy, optimizer = make_policy(model_path, offload, args.lr)
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)

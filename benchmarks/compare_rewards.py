@@ -15,6 +15,7 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ import plot
 from engine import load
 from engine.supervised import supervise
 from runtime import cli
-from runtime.files import checkpoints, read_config, read_rows, to_jsonl
+from runtime.files import checkpoints, read_config, read_rows
 from tasks import toy, toy_model
 
 RUNS = ROOT / "runs" / "compare_rewards"
@@ -41,17 +42,12 @@ REAL_RECIPE += " --eval-runs 2 --eval-every 10 --eval-temperature 1 --eval-top-p
 # its steps and at the end.
 WHOLE = "--runs 4 --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 40"
 
-# Eight forms without number words, for --digits.
-DIGIT_FORMS = ["{n}", "{n} {unit}", "it is {n}", "exactly {n}", "{n} in total", "a total of {n}"]
-DIGIT_FORMS += ["{n} altogether", "{n} {unit} in total"]
-
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", help="a real model, Hugging Face id or directory (default: the toy's)")
     add("--rewards", nargs="+", default=REWARDS, help="NAME, or NAME@LR")
-    add("--digits", action="store_true", help="eight forms in digits; needs --model")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run per reward and seed")
     add("--steps", type=count, help="of each run (default: 200, or 30 with a real model)")
     add("--jobs", type=count, default=1, help="runs at a time; if several, one CPU core each")
@@ -59,9 +55,8 @@ def main():
     args = parser.parse_args()
     unknown = {name.partition("@")[0] for name in args.rewards} - set(REWARDS)
     cli.require(not unknown, f"--rewards {unknown}: expected {', '.join(REWARDS)}")
-    cli.require(args.model or not args.digits, "--digits needs --model")
     steps = args.steps or (30 if args.model else 200)
-    prefix = Path(args.model or "toy").name + ("-digits" if args.digits else "")
+    prefix = Path(args.model or "toy").name
     path = args.out or ROOT / "benchmarks" / "results" / f"{prefix}.csv"
     for directory in RUNS, path.parent:
         directory.mkdir(parents=True, exist_ok=True)
@@ -70,12 +65,7 @@ def main():
 
     done = {(line["name"], line["seed"], line["steps"]) for line in read(path)}
     jobs = [(r, s) for s in args.seeds for r in args.rewards if (r, s, steps) not in done]
-    dataset, held_out, recipe = "toy", "toy-test", TOY_RECIPE
-    if args.digits:
-        toy.FORMS[:] = DIGIT_FORMS
-        dataset, held_out = write_questions(dataset), write_questions(held_out)
-    if args.model:
-        recipe = f"{REAL_RECIPE} --save-every {max(1, steps // 6)}"
+    recipe = f"{REAL_RECIPE} --save-every {max(1, steps // 6)}" if args.model else TOY_RECIPE
     warm_starts = {}
     for seed in {seed for _, seed in jobs}:  # shared by all rewards; a real model has only one
         if args.model:
@@ -89,15 +79,15 @@ def main():
         reward, _, lr = name.partition("@")
         out = RUNS / f"{prefix}-{name}-{seed}"
         command = f"--model {warm_starts[seed]} --reward {reward} --seed {seed} --steps {steps}"
-        command += f" --dataset {dataset} --eval-dataset {held_out} {recipe}"
+        command += f" --dataset toy --eval-dataset toy-test {recipe}"
         command += f" --lr {lr}" if lr else ""
         if steps not in dict(checkpoints(out)):
             command = "--resume" if (out / "config.json").exists() else command
             run_script(f"train.py --out {out} {command}", out)
         line = result(name, seed, out, steps)
         if args.model:
-            line |= evaluate(out, steps * 2 // 3, held_out, "middle")
-            line |= evaluate(out, steps, held_out, "end")
+            line |= evaluate(out, steps * 2 // 3, "middle")
+            line |= evaluate(out, steps, "end")
         return line
 
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -146,13 +136,6 @@ def warm_start(directory, model, steps=60):
     tokenizer.save_pretrained(directory)
 
 
-def write_questions(name):
-    """The toy's questions with the forms of today as a file. One rule reads all forms in digits."""
-    path = RUNS / f"{name}-digits.jsonl"
-    path.write_text(to_jsonl(row | {"verifier": "toy-rule"} for row in toy.rows(name)))
-    return path
-
-
 # ------------------------------------------------------------------------------------------ one run
 
 
@@ -166,12 +149,14 @@ def run_script(command, out):
     cli.require(ended.returncode == 0, f"{command} failed: see {log}")
 
 
-def evaluate(out, step, held_out, when):
+def evaluate(out, step, when):
     """The shares of 4 samples of each held-out question, after a step of a run, that are right,
     whose working is right, and that are slips: after right work, not counted as right."""
     directory = out / f"evaluation-{step}"
-    command = f"evaluate.py --model {out}/checkpoints/step-{step} --dataset {held_out} {WHOLE}"
-    run_script(f"{command} --out {directory}", out)
+    if not (directory / "results.json").exists():
+        shutil.rmtree(directory, ignore_errors=True)  # what a kill has left
+        command = f"evaluate.py --model {out}/checkpoints/step-{step} --dataset toy-test {WHOLE}"
+        run_script(f"{command} --out {directory}", out)
     samples = pandas.DataFrame(read_rows(directory / "samples.jsonl"))
     work = pandas.Series(list(map(right_work, samples.question, samples.text)))
     return {

@@ -2,7 +2,6 @@
 
     python benchmarks/two_tables_figure.py     # runs/two_tables.png, in two minutes
     python benchmarks/two_tables_figure.py --forms 16 --lr .05 .1 .2 .4
-    python benchmarks/two_tables_figure.py --causes     # in eight minutes
 
 K policies, one for each seed, are trained at once. A step samples N answers to each of B questions.
 There are S solutions and V = S F answers. pass@1 is the probability of value 0 in any form. Slips
@@ -24,30 +23,27 @@ from runtime.cli import Parser, number, run_script
 # ------------------------------------------------------------------------------------ the training
 
 
-def two_tables(K, F, slip, skew=0.0, own_forms=False, S=6):
+def two_tables(K, F, slip, skew=0.0, S=6):
     """The policy before training -> theta [K, S], phi [K, S, V]. The right solution has probability
-    0.2. The forms are equally likely, or their logits have the standard deviation skew. With
-    own_forms each solution prefers other forms, and otherwise all prefer the same."""
+    0.2. The forms are equally likely, or their logits have the standard deviation skew."""
     prior = torch.tensor([0.2] + [0.8 / (S - 1)] * (S - 1))
     value = torch.full((S, S), slip / (S - 1)).fill_diagonal_(1 - slip).clamp_min(1e-4)
-    phi = (value.log()[:, :, None] + skew * torch.randn(K, S if own_forms else 1, 1, F)).flatten(2)
+    phi = (value.log()[:, :, None] + skew * torch.randn(K, 1, 1, F)).flatten(2)
     return prior.log().repeat(K, 1).requires_grad_(), phi.requires_grad_()
 
 
-def judge(reward, theta, phi, s, a, reference, M, all_columns=False, by_std=False, in_order=False):
-    """Samples s, a [K, B, N] and references [K, B] -> R [K, B, N], and the losses [K, B]. With
-    all_columns the columns of CER's W are the S solutions, one each, instead of the sampled ones.
-    With in_order a group is left out if a wrong solution gives its reference most often."""
-    (K, B, N), (S, V) = s.shape, phi.shape[1:]
+def judge(reward, theta, phi, s, a, reference, M, by_std=False):
+    """Samples s, a [K, B, N] and references [K, B] -> R [K, B, N], and the losses [K, B]."""
+    K, _, N = s.shape
+    S, V = phi.shape[1:]
     k, reference = torch.arange(K)[:, None, None], reference[..., None]  # both before [K, B, N]
     log_pi = phi.log_softmax(-1)  # of all answers after all solutions  [K, S, V]
     of_reference = log_pi.detach()[k, torch.arange(S), reference]  # log pi(a*|s)  [K, B, S]
-    columns = torch.arange(S).expand(K, B, S) if all_columns else s
-    log_W = log_pi.detach()[k[..., None], columns[:, :, None], a[..., None]]  # log pi(a_i|s_j)
+    log_W = log_pi.detach()[k[..., None], s[:, :, None], a[..., None]]  # log pi(a_i|s_j)
     if M < N:  # the own solution, others at random (cer.py first takes all that gave the answer)
         keys = torch.eye(N) + torch.rand(log_W.shape)
         log_W[keys < keys.topk(M).values[..., -1:]] = -torch.inf
-    R_cer, right = cer(log_W, of_reference.gather(-1, columns)), (a < V // S).float()
+    R_cer, right = cer(log_W, of_reference.gather(-1, s)), (a < V // S).float()
     R = {
         "exact match": (a == reference).float(),
         "perfect verifier": right,
@@ -58,22 +54,19 @@ def judge(reward, theta, phi, s, a, reference, M, all_columns=False, by_std=Fals
     A = leave_one_out(R)
     # GRPO divides by the group's standard deviation. The paper does not.
     A = A / (R.std(-1, keepdim=True) + 1e-6) if by_std else A
-    A = A * (of_reference.argmax(-1, keepdim=True) == 0) if in_order else A
     # In place of the sampled answer VeriFree teaches the reference, weighted by its probability R.
     taught, weight = (reference, R) if reward == "VeriFree" else (a, A)
     log_pi_s = theta.log_softmax(-1).gather(-1, s.flatten(1)).view_as(s)
     return R, -(A * log_pi_s + weight * log_pi[k, s, taught]).mean(-1)
 
 
-def train(reward, forms=8, slip=0.3, skew=0.0, own_forms=False, N=8, M=None, questions=4, steps=100,
-          seeds=200, fixed_form=False, fixed_answers=False, optimizer=torch.optim.Adam, lr=0.05,
-          **judging):  # fmt: skip
+def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=100, seeds=200,
+          fixed_form=False, optimizer=torch.optim.Adam, lr=0.05, by_std=False):  # fmt: skip
     """Train one policy per seed -> pass@1 and slips left, both [seeds, steps + 1]. M = None means
-    M = N. With fixed_form the question is the same at every step, and its reference has form 0.
-    With fixed_answers only pi(s) learns. judging: options of judge."""
+    M = N. With fixed_form the question is the same at every step, and its reference has form 0."""
     torch.manual_seed(0)
-    theta, phi = two_tables(seeds, forms, slip, skew, own_forms)
-    optimizer, curves = optimizer([theta, phi.requires_grad_(not fixed_answers)], lr=lr), []
+    theta, phi = two_tables(seeds, forms, slip, skew)
+    optimizer, curves = optimizer([theta, phi], lr=lr), []
     for _ in range(steps + 1):
         pi_s, pi_a = theta.detach().softmax(-1), phi.detach().softmax(-1)
         right = pi_a[..., :forms].sum(-1)  # pi(value 0|s)  [K, S]
@@ -81,7 +74,7 @@ def train(reward, forms=8, slip=0.3, skew=0.0, own_forms=False, N=8, M=None, que
         reference = torch.randint(1 if fixed_form else forms, (seeds, questions))
         s = pi_s.multinomial(questions * N, replacement=True).view(seeds, questions, N)
         a = pi_a[torch.arange(seeds)[:, None, None], s].flatten(0, 2).multinomial(1).view_as(s)
-        R, losses = judge(reward, theta, phi, s, a, reference, M or N, **judging)
+        R, losses = judge(reward, theta, phi, s, a, reference, M or N, by_std)
         optimizer.zero_grad()
         losses.mean(1).sum().backward()  # the policies share no weights
         optimizer.step()
@@ -94,18 +87,6 @@ def train(reward, forms=8, slip=0.3, skew=0.0, own_forms=False, N=8, M=None, que
 CURVES = {"perfect verifier": ("silver", "-", 7), "Rule+CER": (COLOURS["rule+cer"], ":", 4)}
 CURVES |= {"VeriFree": (COLOURS["verifree"], "-.", 2)}
 CURVES |= {"exact match": (COLOURS["exact"], "--", 2.5), "CER": (COLOURS["cer"], "-", 2)}
-
-# The panels of --causes: each changes one thing, with 16 forms unless it says otherwise.
-CAUSES = {f"own forms, sd {sd}": {"skew": float(sd), "own_forms": True} for sd in range(4)} | {
-    "own forms, sd 2, std": {"skew": 2.0, "own_forms": True, "by_std": True},
-    "only pi(s) learns": {"fixed_answers": True},
-    "all six columns": {"all_columns": True},
-    "8, unequal, std, in order": {"forms": 8, "skew": 2.0, "by_std": True, "in_order": True},
-    "no slips": {"slip": 0.0},
-}
-CAUSES |= {f"64 questions, slip {p:g}": {"questions": 64, "slip": p} for p in (0.0, 0.3)}
-SGD = {"optimizer": torch.optim.SGD, "steps": 200}
-CAUSES |= {f"SGD, lr: {lr:g}, 200 steps": SGD | {"lr": lr} for lr in (5.0, 20.0, 80.0)}
 
 
 def draw_panel(axis, title, curves, steps, **options):
@@ -136,7 +117,6 @@ def main():
     add("--lr", type=number(float, 0), nargs="+", default=[0.05], help="learning rates, likewise")
     add("--steps", type=count, default=100, help="optimizer steps")
     add("--seeds", type=number(int, 2), default=200, help="policies trained at once")
-    add("--causes", action="store_true", help="other panels, which tell causes apart")
     add("--out", type=Path, default=Path("runs/two_tables.png"), help="the figure")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -144,15 +124,13 @@ def main():
 
     same = {"steps": args.steps, "seeds": args.seeds, "lr": args.lr[0]}
     panels = {}  # title -> (its options, its curves)
-    every, three = (dict.fromkeys(c, {}) for c in (CURVES, ["VeriFree", "exact match", "CER"]))
+    every = dict.fromkeys(CURVES, {})
     for F, lr in [(F, lr) for F in args.forms for lr in args.lr]:
         panels[f"forms: {F}, lr: {lr:g}"] = {"forms": F, "lr": lr}, every
     panels["forms: 8, by M"] = {}, {f"CER, M = {M}": {"M": M} for M in (8, 4, 2, 1)}
     panels["forms: 8, a* fixed"] = {"fixed_form": True}, every
     unequal = {"perfect verifier": {}, "CER": {}, "CER, divided by std": {"by_std": True}}
     panels["forms: 8, unequal"] = {"skew": 2.0}, unequal
-    if args.causes:
-        panels = {title: ({"forms": 16} | change, three) for title, change in CAUSES.items()}
     rows = -(-len(panels) // 3)
     figure = plt.figure(figsize=(9.5, 3 * rows), layout="constrained")
     for place, (title, (options, curves)) in enumerate(panels.items(), start=1):

@@ -116,6 +116,7 @@ def check_sampling(model, tokenizer):
         require(not getattr(model.config, setting, 0), message)
     dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     require(not max(dropouts, default=0), UNSUPPORTED["attention_dropout"])
+    require(hasattr(model.base_model, "layers"), "it is not laid out as Llama and Qwen are")
     rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
     require(rope not in ("dynamic", "longrope"), f"{rope} RoPE depends on a batch's longest row")
     ids, rows = model.tokenizer_size, model.get_input_embeddings().weight.shape[0]

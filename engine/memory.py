@@ -89,8 +89,8 @@ def check_disk(actor, out, keep):
     """Check that the checkpoints of a run fit on the disk -> a line for the log."""
     more = max(1, keep + 1 - len(checkpoints(out)))  # than there are now; the oldest goes last
     parameters = sum(p.numel() for p in actor.parameters())
-    wanted = more * (12 + actor.dtype.itemsize) * parameters / 1e9  # fp32 weights, Adam, the actor
+    size = more * (12 + actor.dtype.itemsize) * parameters / 1e9  # fp32 weights, Adam, the actor
     free = shutil.disk_usage(existing(out)).free / 1e9
-    line = f"disk: {more} more checkpoints would take {wanted:.3g} of {free:.3g} GB"
-    require(wanted < free, f"--out {out}: {line}: use a smaller --keep")
+    line = f"disk: {more} more checkpoints would take {size:.3g} of {free:.3g} GB"
+    require(size < free, f"--out {out}: {line}: use a smaller --keep")
     return line

@@ -34,16 +34,16 @@ def split_answer(text):
     is never closed is skipped in favour of an earlier one. The answer is not stripped, so " 14 " is
     not "14".
     """
-    found = None
+    last = None
     opened = []  # the braces not yet closed, as (offset, whether it opens a box)
     for mark in BRACES.finditer(text):
         if mark[0] == "}":
             offset, is_box = opened.pop() if opened else (0, False)
-            if is_box and (found is None or offset > found[0]):
-                found = offset, text[offset + 1 : mark.start()]
+            if is_box and (last is None or offset > last[0]):
+                last = offset, text[offset + 1 : mark.start()]
         elif mark[0].endswith("{") and mark[0] != r"\{":
             opened.append((mark.end() - 1, mark[0] != "{"))
-    return found
+    return last
 
 
 # A box, any other escape (which must not consume the backslash of a box), or a plain brace.
@@ -104,10 +104,10 @@ class Vocabulary:
         if not all(0 <= i < len(self.bytes) for i in ids):
             raise ValueError(f"a token id is not in the tokenizer's range of {len(self.bytes)}")
         # latin-1 reads every byte as one character, so that offsets count bytes.
-        found = split_answer(self.join(ids).decode("latin-1"))
-        if found is None:
+        box = split_answer(self.join(ids).decode("latin-1"))
+        if box is None:
             return None
-        opening, answer = found[0], found[1].encode("latin-1")
+        opening, answer = box[0], box[1].encode("latin-1")
         closing = opening + 1 + len(answer)  # the offset of the brace that closes the box
         ends = list(itertools.accumulate(len(self.bytes[i]) for i in ids))  # of each token
         if opening not in ends:  # no token ends where the brace begins

@@ -95,18 +95,17 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
 def load_checkpoint(out, policy, optimizer):
     """Load the last checkpoint, which may be of another number of ranks -> its step, or 0 if there
     is none."""
-    found = checkpoints(out)
-    if not found:
+    if not checkpoints(out):
         return 0
-    step, directory = found[-1]
+    step, directory = checkpoints(out)[-1]
     state = training_state(policy, optimizer)
     try:
         reader = HuggingFaceStorageReader(str(directory / "training"))
         saved = reader.read_metadata().state_dict_metadata
         for name, tensor in state.items():  # dcp.load would leave what is missing as it is
             chunks = saved[name].chunks if name in saved else []
-            held, of = sum(math.prod(chunk.sizes) for chunk in chunks), tensor.numel()
-            require(held == of, f"it holds {held:,} of the {of:,} numbers of {name}")
+            there, all_ = sum(math.prod(chunk.sizes) for chunk in chunks), tensor.numel()
+            require(there == all_, f"it holds {there:,} of the {all_:,} numbers of {name}")
         dcp.load(state, storage_reader=reader)
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
         helps = f"restore its files and the run's --model, or remove {directory}"

@@ -102,5 +102,5 @@ def read_config(run):
 
 def checkpoints(run):
     """All complete checkpoints of a run -> list of (step, directory), oldest first."""
-    found = {path.name.removeprefix("step-"): path for path in Path(run).glob("checkpoints/step-*")}
-    return sorted((int(step), path) for step, path in found.items() if step.isdigit())
+    paths = {path.name.removeprefix("step-"): path for path in Path(run).glob("checkpoints/step-*")}
+    return sorted((int(step), path) for step, path in paths.items() if step.isdigit())

@@ -40,7 +40,12 @@ def encode_prompt(tokenizer, problem):
 
 def usable_prompts(tokenizer, problems, name, most=math.inf):
     """Leave out questions that hold a control token, and prompts of more than `most` tokens ->
-    (problems, tokens of the longest prompt). name: of the data set, for the messages."""
+    (problems, tokens of the longest prompt). name: of the data set, for the messages. InputError if
+    no question is left, or if the tokenizer is not supported."""
+    try:
+        vocabulary(tokenizer)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     control = tokenizer.all_special_tokens
     plain = [p for p in problems if not any(token in p.question for token in control)]
     sizes = [len(encode_prompt(tokenizer, p)) for p in progress("prompts", plain, unit="prompt")]
