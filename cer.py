@@ -13,42 +13,20 @@ With N samples (s_i, a_i) of one question:
     D           the row sums of W, as a diagonal matrix
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
-Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to pi(s|q) pi(a|s,q). The
-s_j are samples of the prior pi(s|q), so it needs no factor: a likely solution is simply there more
-often. The posterior over the N solutions is then row i of W divided by its sum, D^-1 W, and the
-expectation of pi(a*|s,q) under it is that row times P.
-
-Given a_i, s_i is a sample of the posterior, so P_i has the mean rho. Suppose a_i and all columns
-are known, but not which one is s_i. Before a_i is known, each is equally likely, since all are
-samples of the prior. Column j gives a_i with probability W_ij, so by Bayes s_i is column j with
-probability (D^-1 W)_ij. So R_i is the mean of P_i, given the columns. Hence the reward is unbiased
-at every N,
-
-    E[ R_i | a_i = a ] = rho(a, a*),
-
-if M = N and every box that opens also closes, is the last one and is not empty. A sample that opens
-no box does no harm: as a column it would have W = 0 (docs/theory.md).
+Why this estimates Eq. 3: by Bayes the posterior pi(s|a,q) is proportional to prior times
+likelihood, pi(s|q) pi(a|s,q), and the prior needs no factor, because the s_j are drawn from it and
+a likely solution is simply there more often. And because s_i itself is among the columns, R_i has
+the mean rho at every N, given a_i (docs/theory.md has the proof and its conditions, docs/lesson.md
+the reason in words).
 
 R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
-because by Theorem 2 (below) both have the same expected reward.
-
-Two things keep the expected gradient from being exactly the policy gradient with the reward rho.
-R_i uses column i, which draws it towards P_i: R_i is unbiased given a_i, but not given (s_i, a_i).
-Every other R_k uses column i too, so the baseline of sample i depends on sample i. The effect is
-small: over random finite distributions the two gradients have a median cosine of .998 at N = 16
-(docs/theory.md).
-
-A paraphrase of a* ("14 eggs" for "14") comes from solutions that also lead to a*, and gets a
-similar reward. A wrong answer mostly comes from other solutions, and gets a small one; but a slip,
-a wrong answer after a right solution, can get a large one. In expectation over the model's answers
-the reward equals that of exact match (Theorem 2): CER moves reward from the exact match to other
-answers (in examples/by_hand.py 37% of it to the paraphrase, and 16% to wrong answers).
+because over the model's own answers both have the same mean (Theorem 2).
 
 In the code W has one row for each of the U distinct answers, since equal answers have equal rows,
-and one column for each sample with a closed box. examples/one_file.py computes the same R slowly,
-in plain lines; read it first. The file has four parts: Eq. 8; `rewards`, from the sampled tokens of
-one question to R; W and P from a model; and what only Eq. 3 and the paper's Table 3 need. `python
-examples/by_hand.py` prints an example that is small enough to check by hand.
+and one column for each sample with a closed box. The file has four parts: Eq. 8; `rewards`, from
+the sampled tokens of one question to R; W and P from a model; and what only Eq. 3 and the paper's
+Table 3 need. docs/lesson.md builds all this from nothing, and examples/one_file.py computes the
+same R slowly, in plain lines. Read them first.
 """
 
 from dataclasses import dataclass

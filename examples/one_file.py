@@ -5,12 +5,15 @@ r"""CER in one file: a language model answers, judges its own answers, and learn
 This is the whole method with a real (tiny) language model, and nothing is fast. Every answer is
 scored after every solution by full forward passes (one for each spelling, see log_pi). The rest of
 the repository computes the same rewards and the same gradient in batches (tests/test_one_file.py
-compares them). One exception: sampled answers with braces, such as \frac{1}{2}, are not found.
+compares them). Two exceptions: sampled answers with braces, such as \frac{1}{2}, are not found, and
+an empty box gets reward 0 even if the reference is empty too.
 
 From the repository come the toy's questions with reference answers (toy.rows), its tiny Qwen3 after
 a short supervised start (toy_model.warm_start), and toy.same_number, which tells us, but not the
 training, which answers are right.
-cer.py says why the formulas are right.
+
+docs/lesson.md, which comes first, says why the formulas are right. After this file read cer.py,
+rollout.py, rloo.py and train.py, the same made fast.
 """
 
 import functools

@@ -91,27 +91,40 @@ for when, (theta, phi) in {"before": policy(), "after": train("CER", seed=6)[1:]
         show(f"answer a = {a_i // F}{chr(97 + a_i % F)}      W", [*W_i, R_i, A_i])
 
 # %% [markdown]
-# Exercises. Start each from the file as it is. The numbers are pass@1, the mean over 5 seeds.
+# Exercises. Start each from the file as it is, and guess before you run it.
 #
 # 1. Break CER with a slip. Let the policy begin with right work:
 #        prior = torch.tensor([0.99] + [0.01 / (S - 1)] * (S - 1))
-#    Now all columns of W in the first group are equal. Every answer gets the same R, slips too,
-#    and A = 0. CER learns only from the few groups that hold a wrong solution. After 50 steps it
-#    has .84 and the perfect verifier .95 (at the start: .69).
+#    What are W, R and A in the first group? What can CER still learn from, and how far does it get?
 #
 # 2. M = 1. Let each row keep only its own solution. After the line of W, write
 #        W = W * torch.eye(N)
-#    Then R_i is P_i, whatever the answer. In the first group, 3h after solution 0 gets .044, and 0a
-#    after solution 3 gets .004. With all columns it is .006 and .036. CER ends with .78 instead of
-#    .89, and with .18 slips instead of .06.
+#    What is R_i now? In the first group, what do 3h after solution 0 and 0a after solution 3 get,
+#    and which of the two should get more? How many slips will be left?
 #
 # 3. Divide by the standard deviation, as GRPO does, and set STEPS = 100:
 #        A = leave_one_out(R) / (R.std() + 1e-6)
-#    Hardly anything changes: CER has .64 after 25 steps and .94 after 100 (without: .65 and .94).
-#    Then let the policy use some forms more often than others:
+#    Does it help? And if the policy uses some forms more often than others?
 #        phi = value.log().repeat_interleave(F, dim=1) + 2 * torch.randn(F).repeat(S)
-#    Now the division helps first and harms later. CER has .68 and .89 with it, .54 and .93 without.
 #
-# 4. Fix the form. Set a_star = 0 in train, and STEPS = 100. Exact match raises the probability of
-#    that form, and with it how often it gets a reward. It is behind CER after 25 steps (.39 and
-#    .66), and ahead after 100 (.98 and .94).
+# 4. Fix the form. Set a_star = 0 in train, and STEPS = 100. Which reward gains by that, and why?
+
+# %% [markdown]
+# What comes out. The numbers are pass@1, the mean over 5 seeds.
+#
+# |   |                              | step 25 | the end | because                                 |
+# |---|------------------------------|---------|---------|-----------------------------------------|
+# | 1 | CER, from .69                |         | .84     | All columns are equal, so all answers   |
+# |   | perfect verifier             |         | .95     | get the same R, slips too, and A = 0.   |
+# |   |                              |         |         | CER learns only from the few groups     |
+# |   |                              |         |         | that hold a wrong solution.             |
+# | 2 | CER, M = 1                   |         | .78     | R_i is P_i, whatever the answer: 3h     |
+# |   | CER                          |         | .89     | gets .044 and 0a .004 (with all columns |
+# |   |                              |         |         | .006 and .036). .18 slips are left      |
+# |   |                              |         |         | instead of .06.                         |
+# | 3 | CER, divided                 | .64     | .94     | Some groups count little, because their |
+# |   | CER                          | .65     | .94     | reference has a rare form. Divided,     |
+# |   | CER, unequal forms, divided  | .68     | .89     | they count fully, which helps until     |
+# |   | CER, unequal forms           | .54     | .93     | some of them order the answers wrongly. |
+# | 4 | exact match, fixed form      | .39     | .98     | Exact match makes this form likelier,   |
+# |   | CER, fixed form              | .66     | .94     | and so gets a reward more often.        |
