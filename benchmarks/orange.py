@@ -24,8 +24,7 @@ def draw(axis, title, columns, widths, slices, names, hues, rewards):
         rest = axis.bar(left + R % 1 * widths, width=(1 - R % 1) * widths, color=hues[k], **place)
         axis.bar(left, width=R * widths, color="#f0932b", label="reward", **place)
         outline = axis.bar(left, width=widths, fill=False, edgecolor="white", **place)
-        shown = [names[k] if area > 0.026 else "" for area in areas[k]]
-        axis.bar_label(rest, shown, label_type="center")
+        axis.bar_label(rest, [names[k] if x > 0.026 else "" for x in areas[k]], label_type="center")
     if (rewards == rewards[:, :1]).all():  # the slices of a column have the same reward
         axis.bar_label(outline, [f"{R:.3f}"[1:] for R in rewards[:, 0]], color="#a04b00", padding=2)
     axis.set(xlim=(0, 1), ylim=(0, 1), yticks=[], xticks=left + widths / 2, xticklabels=columns)
