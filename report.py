@@ -152,7 +152,7 @@ def auc(right, wrong):
 
 def advice(shares, table, questions):
     """What the numbers mean for training, in a sentence."""
-    if shares.right < 0.02:
+    if shares.right < 0.1:
         return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
     if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
         return "Most rewards are tiny: shorten the references"
