@@ -40,7 +40,7 @@ def test_almost_zero_rewards_are_counted_and_an_empty_box_is_no_answer(tokenizer
 def test_a_log_has_a_line_a_step(finished_run):
     out, err = ((finished_run.parent / name).read_text() for name in ("stdout", "stderr"))
     first, second, third, *lines = err.splitlines()
-    assert "50 questions, verifier toy-rule; 4 steps of 4 questions x 4 samples" in first
+    assert "8 questions, verifier toy-rule; 4 steps of 4 questions x 4 samples" in first
     assert "1 x cpu" in second and third.startswith("memory: 4,096 tokens in a micro-batch")
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 4 and "\r" not in err
