@@ -3,6 +3,7 @@ import io
 import os
 import shutil
 import signal
+import statistics
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -149,6 +150,23 @@ def written_by(run):
     lines = [{k: v for k, v in line.items() if k not in times} for line in lines]
     step, last = checkpoints(run)[-1]
     return lines, step, (last / "model.safetensors").read_bytes()
+
+
+def summary_of(rows):
+    """What an evaluation says, computed again from its samples."""
+    of_question = [[r["correct"] for r in rows if r["index"] == i] for i in range(len(rows))]
+    shares = [sum(right) / len(right) for right in of_question if right]
+    count = len(rows)
+    return {
+        "pass_at_1": sum(shares) / len(shares),
+        "stderr": statistics.stdev(shares) / len(shares) ** 0.5,
+        "exact_match": sum(row["answer"] == row["reference"] for row in rows) / count,
+        "answered": sum(bool(row["answer"]) for row in rows) / count,
+        "truncated": sum(row["truncated"] for row in rows) / count,
+        "tokens": sum(row["tokens"] for row in rows) / count,
+        "questions": len(shares),
+        "runs": count // len(shares),
+    }
 
 
 # ------------------------------------------------------------------- models, tokenizers and samples

@@ -114,7 +114,7 @@ def test_what_cannot_be_scored_is_refused(tokenizer):
     training.train()
     eager.set_attn_implementation("eager")
     cases = (
-        (plain, [[]], "at least one token"),
+        (plain, [[5], []], "at least one token"),
         (training, [[5]], "eval mode"),
         (eager, [[5]], "sdpa"),
     )
