@@ -61,12 +61,9 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
     steps[3] |= {"pass_at_1": 0.75, "pass_at_1_stderr": 0.25}
     append_rows(tmp_path / "metrics.jsonl", [before, *steps])
     right = {0: [0, 0, 1, 0, 1, 1], 2: [1, 1, 1, 1, 0, 0], 4: [1, 0, 1, 1, 1, 1]}
-    held_out = [
-        {"step": k, "index": i // 2, "correct": bool(x)}
-        for k in right
-        for i, x in enumerate(right[k])
-    ]
-    append_rows(tmp_path / "evaluations.jsonl", held_out)
+    for step, samples in right.items():
+        rows = [{"step": step, "index": i // 2, "correct": x == 1} for i, x in enumerate(samples)]
+        append_rows(tmp_path / "evaluations.jsonl", rows)
     best = {"a": [1e-5, 1e-3], "b": [1e-5, 1.5e-4], "c": [1e-5, 2e-5]}
     rows = [{"question": f"Q{q}", "best": x} for q in best for x in best[q]]
     append_rows(tmp_path / "questions.jsonl", rows)
