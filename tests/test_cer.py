@@ -60,16 +60,19 @@ def test_scores_equal_naive_where_the_brace_changes_the_tokens_before_it():
     """As SmolLM2's tokenizer does, this one spells "(C)}" with ")}", and "(C)}}" with "}}"."""
     letters, merges = sorted(pre_tokenizers.ByteLevel.alphabet()), [("}", "}"), (")", "}")]
     ids = {token: i for i, token in enumerate([*letters, "}}", ")}"])}
-    ids[")}"] += 3  # and three ids are not used
     backend = Tokenizer(models.BPE(ids, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert [tokenizer.encode(text)[-1] for text in ("(C)}", "(C)}}")] == [ids[")}"], ids["}}"]]
-    model = tiny_model(len(tokenizer) + 3, eos_token_id=ids[")}"])
-    fast, naive = scores_of(model, tokenizer)
+    fast, naive = scores_of(tiny_model(len(tokenizer)), tokenizer)
     assert (fast - naive).abs().max() < 1e-4
-    reset_generation_config(model, tokenizer)
+    ids[")}"] += 3  # three ids are not used
+    backend.model = models.BPE(ids, merges)
+    gaps = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert vocabulary(gaps).bytes[-4:] == [b"", b"", b"", b")}"]
+    model = tiny_model(len(gaps) + 3, eos_token_id=ids[")}"])
+    reset_generation_config(model, gaps)
     assert model.generation_config.eos_token_id == [ids[")}"]]
 
 
