@@ -102,9 +102,9 @@ def main():
         model, tokenizer = load(args.model, device, check_sampling)
         seed_everything(args.seed)
         return answer(model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling)
-    cli.require(args.dataset, "expected --dataset or --ask")
+    names = [name.strip() for name in (args.dataset or "").split(",") if name.strip()]
+    cli.require(names, "expected --dataset or --ask")
     out = choose_directory(args.out, "eval")
-    names = [name.strip() for name in args.dataset.split(",") if name.strip()]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     model, tokenizer = load(args.model, device, check_sampling)
     datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}

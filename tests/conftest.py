@@ -3,6 +3,7 @@ import io
 import os
 import shutil
 import signal
+import statistics
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
+from engine.load import load
 from engine.tokens import vocabulary
 from rloo import TrainingRow
-from rollout import to_group
+from rollout import sample, to_group
 from runtime import cli, ranks
 from runtime.files import append_rows, checkpoints, read_rows
 from tasks import data, toy, toy_model
@@ -101,12 +103,19 @@ def toy_model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def quick(toy_model_dir):
-    """The flags of two steps of training in a second: the toy's model on 50 of its questions."""
-    questions = toy_model_dir.with_name("questions.jsonl")
-    append_rows(questions, toy.rows("toy")[:50])
-    flags = f"--model {toy_model_dir} --dataset {questions} --steps 2 --questions 4 --samples 4"
-    flags += " --eval-dataset toy-test --eval-limit 4 --eval-runs 2 --eval-every 2"
-    return f"{flags} --max-new-tokens 32 --lr 6e-4"
+    """The flags of two steps of training in a second: the toy's model on eight questions, and
+    three others in evaluation. Each reference is an answer that the model often gives."""
+    model, tokenizer = load(toy_model_dir, "cpu")
+    folder, rows = toy_model_dir.parent, [*toy.rows("toy")[:8], *toy.rows("toy-test")[:4]]
+    problems = [data.to_problem(row, "math") for row in rows]
+    for row, group in zip(rows, sample(model, tokenizer, problems, 8, 32, temperature=0.3)):
+        row["answer"] = max(filter(None, group.answers), key=group.answers.count)
+    rows[7]["answer"] = "as many as there are in all"  # it never gives this one
+    append_rows(folder / "questions.jsonl", rows[:8])
+    append_rows(folder / "held-out.jsonl", rows[8:])
+    flags = f"--model {toy_model_dir} --dataset {folder}/questions.jsonl --steps 2 --questions 4"
+    flags += f" --eval-dataset {folder}/held-out.jsonl --eval-limit 3 --eval-runs 2 --eval-every 2"
+    return f"{flags} --samples 4 --max-new-tokens 24 --lr 6e-4 --eval-temperature 0.3"
 
 
 @pytest.fixture(scope="session")
@@ -134,12 +143,30 @@ def stopped_run(tmp_path, finished_run):
 
 
 def written_by(run):
-    """Both logs, without the times in them, and the last weights: equal for equal runs."""
-    lines = read_rows(run / "metrics.jsonl") + read_rows(run / "samples.jsonl")
+    """All logs, without the times in them, and the last weights: equal for equal runs."""
+    names = "metrics", "samples", "questions", "evaluations"
+    lines = [line for name in names for line in read_rows(run / f"{name}.jsonl")]
     times = {"seconds", "tokens_per_second"}
     lines = [{k: v for k, v in line.items() if k not in times} for line in lines]
     step, last = checkpoints(run)[-1]
     return lines, step, (last / "model.safetensors").read_bytes()
+
+
+def summary_of(rows):
+    """What an evaluation says, computed again from its samples."""
+    of_question = [[r["correct"] for r in rows if r["index"] == i] for i in range(len(rows))]
+    shares = [sum(right) / len(right) for right in of_question if right]
+    count = len(rows)
+    return {
+        "pass_at_1": sum(shares) / len(shares),
+        "stderr": statistics.stdev(shares) / len(shares) ** 0.5,
+        "exact_match": sum(row["answer"] == row["reference"] for row in rows) / count,
+        "answered": sum(bool(row["answer"]) for row in rows) / count,
+        "truncated": sum(row["truncated"] for row in rows) / count,
+        "tokens": sum(row["tokens"] for row in rows) / count,
+        "questions": len(shares),
+        "runs": count // len(shares),
+    }
 
 
 # ------------------------------------------------------------------- models, tokenizers and samples

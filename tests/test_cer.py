@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import cer
 from cer import answer_logprobs, choose_solutions, exact_cer, rewards
-from engine.load import load
+from engine.load import load, reset_generation_config
 from engine.tokens import pad, vocabulary
 
 # ------------------------------------------------------------ the scorer and its specification
@@ -67,6 +67,13 @@ def test_scores_equal_naive_where_the_brace_changes_the_tokens_before_it():
     assert [tokenizer.encode(text)[-1] for text in ("(C)}", "(C)}}")] == [ids[")}"], ids["}}"]]
     fast, naive = scores_of(tiny_model(len(tokenizer)), tokenizer)
     assert (fast - naive).abs().max() < 1e-4
+    ids[")}"] += 3  # three ids are not used
+    backend.model = models.BPE(ids, merges)
+    gaps = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert vocabulary(gaps).bytes[-4:] == [b"", b"", b"", b")}"]
+    model = tiny_model(len(gaps) + 3, eos_token_id=ids[")}"])
+    reset_generation_config(model, gaps)
+    assert model.generation_config.eos_token_id == [ids[")}"]]
 
 
 @on_devices
@@ -114,7 +121,7 @@ def test_what_cannot_be_scored_is_refused(tokenizer):
     training.train()
     eager.set_attn_implementation("eager")
     cases = (
-        (plain, [[]], "at least one token"),
+        (plain, [[5], []], "at least one token"),
         (training, [[5]], "eval mode"),
         (eager, [[5]], "sdpa"),
     )

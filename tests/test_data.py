@@ -17,6 +17,7 @@ BOXES = {
     r"\boxed{1} and then \boxed{2}": "2",
     r"\boxed{1} and then \boxed{2": "1",  # the last one never closes
     r"\boxed{\left\{ x \right.}": r"\left\{ x \right.",  # escaped braces are symbols
+    "\\boxed{a \\\n}": "a \\\n",
     r"\boxed{a \\}": r"a \\",  # an escaped backslash does not escape the brace
     "\\boxed{ 14 }": " 14 ",  # never stripped
     r"\boxed{}": "",

@@ -9,12 +9,18 @@ import torch
 import torch.distributed as dist
 from conftest import on_devices, tiny_model
 from gpu import QWEN3_4B
-from one_file import log_probs
+from one_file import log_pi, log_probs
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Qwen3Config,
+)
 
-from cer import check_scoring
+import rollout
+from cer import answer_logprobs, check_scoring
 from engine import load, memory, policy, sampling
 from engine.sampling import generate
 from engine.tokens import split_answer, vocabulary
@@ -45,6 +51,13 @@ def test_tokenizers_that_cannot_be_scored_are_refused():
     for tokenizer, reason in zip((prefixed, merged, plain), reasons):
         with pytest.raises(ValueError, match=reason):
             vocabulary(tokenizer)
+
+
+def test_tokens_that_are_added_later():
+    tokenizer = toy_model.build_tokenizer()
+    size = len(vocabulary(tokenizer).bytes)
+    tokenizer.add_tokens(["🙂"])
+    assert vocabulary(tokenizer).join([size]) == "🙂".encode()
 
 
 def test_every_math500_reference_is_cut_at_a_token_boundary(qwen_tokenizer, shared_data):
@@ -95,7 +108,8 @@ def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_pa
     assert model.config._attn_implementation == "sdpa"
     assert model.generation_config.repetition_penalty in (None, 1.0)
     assert model.generation_config.eos_token_id == sorted({stop, 7})  # its stop ids are kept
-    rows, _ = generate(model, [[5, 6]] * 64, max_new_tokens=8)
+    rows, entropies = generate(model, [[5, 6]] * 64, max_new_tokens=8)
+    assert 0 < min(entropies) and max(entropies) < 7  # numbers, although some ids have none
     assert max(i for row in rows for i in row) < len(tokenizer)  # others spell no token
 
 
@@ -137,18 +151,35 @@ def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch):
     assert sum(decoded) == sum(map(len, rows))  # in pieces of 1, finished rows cost nothing
 
 
+SETTINGS = {}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 3}
+
+
 @on_devices
-def test_samples_follow_the_models_distribution(loaded):
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_samples_follow_the_models_distribution(loaded, settings):
     p = log_probs(loaded, [5, 6, 7])[-1].exp().detach().cpu()
-    first = torch.tensor([row[0] for row in generate(loaded, [[5, 6, 7]] * 4000, 1)[0]])
+    p, at = (p ** (1 / settings.get("temperature", 1))).sort(descending=True)
+    p[p.cumsum(0) / p.sum() - p / p.sum() > settings.get("top_p", 1)] = 0
+    p[settings.get("top_k", len(p)) :] = 0
+    p = torch.zeros_like(p).scatter(0, at, p / p.sum())
+    sampled, _ = generate(loaded, [[5, 6, 7]] * 4000, 1, **settings)
+    first = torch.tensor([row[0] for row in sampled])
     frequency = first.bincount(minlength=len(p)) / 4000
     assert (frequency - p).abs().max() < 4 * (0.25 / 4000) ** 0.5
 
 
-def test_a_group_says_what_was_sampled(toy_model_dir):
+def test_a_group_says_what_was_sampled(toy_model_dir, monkeypatch):
     model, tokenizer = load.load(toy_model_dir, "cpu")
-    [problem], answered = data.load_problems("toy-test", 1), 0
-    [group] = sample(model, tokenizer, [problem], 24, 18)
+    [problem, other], answered, made = data.load_problems("toy-test", 2), 0, []
+
+    def recorded(*inputs):
+        made.extend(generate(*inputs))
+        return made
+
+    monkeypatch.setattr(rollout, "generate", recorded)
+    group, second = sample(model, tokenizer, [problem, other], 24, 18)
+    assert made[0] == group.completions + second.completions
+    assert made[1] == group.entropies + second.entropies
     assert group.problem is problem and group.prompt == encode_prompt(tokenizer, problem)
     for i, ids in enumerate(group.completions):
         assert group.truncated[i] == (tokenizer.eos_token_id not in ids)
@@ -211,24 +242,54 @@ def test_a_chat_template_that_loses_the_question_is_refused(template, says):
 # ------------------------------------------------------------------------------------------- policy
 
 
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+EXPERTS |= dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+LATENT |= dict(n_group=1, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4)
+NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-CHECKS = load.check_sampling, check_scoring
-REFUSED = {
-    r"mistral is not supported: it needs full attention in all layers": dict(
-        family="mistral", sliding_window=8
-    ),
-    "bert is not supported: ": dict(family="bert", is_decoder=True),
-    "qwen3 is not supported: dropout must be 0": dict(attention_dropout=0.1),
-    "dynamic RoPE depends on a batch's longest row": dict(rope_parameters=DYNAMIC),
-    "more than the model has embeddings": dict(vocab_size=50),
-}
+FAMILIES = [  # family, settings, why it is refused
+    ("olmo2", {}, None),
+    ("mixtral", EXPERTS, None),
+    ("deepseek_v3", EXPERTS | LATENT, None),
+    ("mixtral", EXPERTS | {"router_jitter_noise": 0.1}, "router noise must be 0"),
+    ("phimoe", EXPERTS, "router noise must be 0"),
+    ("granite", {"logits_scaling": 1.05}, "its logits are not lm_head of"),
+    ("nanochat", {}, "its logits are not lm_head of"),  # a soft cap
+    ("minimax", EXPERTS, "crop"),
+    ("qwen3_next", EXPERTS, "Linear"),
+    ("jamba", EXPERTS, "Linear"),
+    ("mistral", {"sliding_window": 8}, "it needs full attention in all layers"),
+    ("bert", NO_DROPOUT | {"is_decoder": True}, "not laid out as Llama"),
+    ("qwen3", {"attention_dropout": 0.1}, "dropout must be 0"),
+    ("qwen3", {"rope_parameters": DYNAMIC}, "dynamic RoPE depends on a batch's longest row"),
+    ("qwen3", {"vocab_size": 50}, "more than the model has embeddings"),
+]
 
 
-@pytest.mark.parametrize("says, config", REFUSED.items())
-def test_models_that_would_be_scored_wrongly_are_refused(tokenizer, tmp_path, says, config):
-    save(tmp_path, tiny_model(len(tokenizer), **config), tokenizer)
-    with pytest.raises(InputError, match=says):
-        load.load(tmp_path, "cpu", *CHECKS)
+@pytest.mark.parametrize("family, settings, says", FAMILIES)
+def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, settings, says):
+    model = tiny_model(len(tokenizer), **{"family": family, "initializer_range": 0.2} | settings)
+    save(tmp_path, model, tokenizer, eos_token_id=tokenizer.eos_token_id)
+    if says:
+        with pytest.raises(InputError, match=f"^{family} is not supported: .*{says}"):
+            load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
+        return
+    actor, _ = load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
+    trained, _ = policy.make_policy(tmp_path, False, 1e-3)
+    policy.check_training(trained, actor)
+    context, answer = tokenizer.encode("so it is \\boxed"), "14 eggs"
+    score = answer_logprobs(actor, tokenizer, [context], [answer])
+    assert score.item() == pytest.approx(log_pi(actor, tokenizer, context, answer).item(), abs=1e-4)
+
+
+def test_noise_in_training_mode_is_refused(tokenizer, tmp_path):
+    save(tmp_path, tiny_model(len(tokenizer)), tokenizer)
+    actor, _ = load.load(tmp_path, "cpu")
+    trained, _ = policy.make_policy(tmp_path, False, 1e-3)
+    trained.model.lm_head.register_forward_hook(lambda module, inputs, logits: 1.01 * logits)
+    with pytest.raises(InputError, match="qwen3 is not supported: its log-probabilities in tra"):
+        policy.check_training(trained, actor)
 
 
 OFFLOADED = "16,384 tokens .*; policy and Adam in CPU memory, since they do not fit on the GPU"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import pytest
@@ -9,9 +10,9 @@ import pytest
 import plot
 from runtime.files import append_rows
 
-GROUP = {"step": 3, "question": "How many?\nIn $ and % of \\frac{1}{2}", "reference": "14"}
-GROUP |= {"answers": ["15", "14 eggs", None, "14", ""], "R": [0.1, 0.6, 0.0, 0.7, 0.0]}
-GROUP |= {"distinct_answers": ["15", "14 eggs", "14", ""], "columns": [0, 1, 3, 4]}
+GROUP = {"step": 3, "question": "How\x0b many?\nIn $ and % of \\frac{1}{2}", "reference": "14"}
+GROUP |= {"answers": ["15\x00", "14 eggs", None, "14", ""], "R": [0.1, 0.6, 0.0, 0.7, 0.0]}
+GROUP |= {"distinct_answers": ["15\x00", "14 eggs", "14", ""], "columns": [0, 1, 3, 4]}
 GROUP["log_W"] = [
     [-0.1, None, None, None],
     [-902.3, -900.0, -900.0, -901.6],  # too small for a float, but not for a softmax
@@ -41,10 +42,11 @@ def figures(monkeypatch):
 def test_the_matrices_of_a_question(script, figures):
     write_run("a", [], [GROUP])
     code, out, err = script(plot, "a --question -1")
-    assert code == 0 and out.strip() == "a/question--1.svg" and Path(out.strip()).exists(), err
+    assert code == 0 and out.strip() == "a/question--1.svg", err
+    ElementTree.parse(out.strip())  # is valid XML
     P, W, R = figures[0].axes
     labels = [label.get_text() for label in W.get_yticklabels()]
-    assert labels == ["14 = a*", "14 eggs", "15", "(empty)", "(no answer)"]
+    assert labels == ["14 = a*", "14 eggs", "15\ufffd", "(empty)", "(no answer)"]
     assert [text.get_text() for text in R.texts] == [".700", ".600", ".100", ".000", ".000"]
     cells = [text.get_text() for text in W.texts]  # masked ones are blank
     assert cells == [".83", ".17", ".43", ".43", ".04", ".09", "1.00", "1.00"]
@@ -65,6 +67,7 @@ def test_learning_curves_join_the_seeds(script, figures):
     assert reward.lines[0].get_ydata()[-1] == pytest.approx(0.6)  # the mean of .1 and 1.1
     assert reward.collections[0].get_datalim(reward.transData).height == pytest.approx(1)  # a band
     assert cut.get_ylim()[1] == pytest.approx(0.104)  # so that .003 looks small
+    assert reward.get_xlabel() == "step (mean of 4)"
     assert list(pass_at_1.lines[0].get_xdata()) == [0, 2, 4]
     assert list(by_time.lines[0].get_xdata()) == [0, 5, 10]
 

@@ -1,16 +1,19 @@
 """What a run says: a line a step, warnings by their cause, a summary."""
 
+import dataclasses
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import group_of
+from conftest import group_of, tiny_model
 
 import report
 import train
 import warm_start
 from runtime import console
-from runtime.files import read_rows
+from runtime.files import append_rows, read_rows
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
 HEALTHY |= {"tiny_reward_groups": 0.5}
@@ -28,34 +31,76 @@ def test_a_warning_names_the_cause(numbers, says):
     assert re.search(says, str(report.warning(HEALTHY | numbers)))
 
 
-def test_almost_zero_rewards_are_counted_and_an_empty_box_is_no_answer(tokenizer):
-    group = group_of(tokenizer, [r"\boxed{}", r"\boxed{7}", "no box", r"\boxed{"], "7")
-    for scale, share in (1e-9, 1), (1e-3, 0), (0.0, 0):
-        R = torch.tensor([0.0, 1.0, 0.0, 0.0]) * scale
-        numbers = report.describe(group, R, R, {})
+def test_a_groups_numbers_by_hand(tokenizer):
+    texts = [r"so \boxed{7}", r"\boxed{}", "no box", r"3*4 \boxed{12} eggs", r"\boxed{7}"]
+    group = group_of(tokenizer, texts, "7")
+    cut_off, entropies = [False, False, True, False, False], [1.0, 2.0, 3.0, 4.0, 5.0]
+    group = dataclasses.replace(group, truncated=cut_off, entropies=entropies)
+    R, record = torch.tensor([0.5, 0, 0, 0.25, 0]), {"verdicts": ["right", *[None] * 4]}
+    of_completion = [len(ids) for ids in group.completions]
+    of_solution = [len(tokenizer.encode(text.split("{")[0])) for text in texts]
+    of_solution[2] += 1  # the stop token
+    expected = {"reward": 0.15, "exact_match": 0.4, "answered": 0.6, "truncated": 0.2}
+    expected |= {"unique_answers": 2, "zero_advantage_groups": 0, "tiny_reward_groups": 0}
+    expected |= {"solution_tokens": sum(of_solution) / 5, "verifier_right": 0.2, "entropy": 3}
+    expected |= {"completion_tokens": sum(of_completion) / 5}
+    assert report.describe(group, R, R - 0.1, record) == pytest.approx(expected)
+    assert report.describe(group, R, 0 * R, {})["zero_advantage_groups"] == 1
+    assert report.means([{"a": 1, "b": 2}, {"a": 3}]) == {"a": 2, "b": 1}
+    log_P = {"log_P": [-200.0, -150.0]}  # of a long reference; R underflows
+    for scale, of_group, share in (1e-9, {}, 1), (1e-3, {}, 0), (0.0, {}, 0), (0.0, log_P, 1):
+        numbers = report.describe(group, R * scale, R, of_group)
         assert numbers["tiny_reward_groups"] == share
-        assert numbers["answered"] == 0.25 and numbers["unique_answers"] == 1
+
+
+def test_a_runs_summary_by_hand(tmp_path, capsys):
+    """Change is by question; a question counts by its largest reward."""
+    lines = [{"step": k, "reward": k / 10, "exact_match": k / 8} for k in range(1, 5)]
+    steps = [line | {"answered": 0.5, "seconds": {"sample": 60, "update": 30}} for line in lines]
+    before = {"step": 0, "pass_at_1": 0.5, "pass_at_1_stderr": 0.125}
+    steps[3] |= {"pass_at_1": 0.75, "pass_at_1_stderr": 0.25}
+    append_rows(tmp_path / "metrics.jsonl", [before, *steps])
+    right = {0: [0, 0, 1, 0, 1, 1], 2: [1, 1, 1, 1, 0, 0], 4: [1, 0, 1, 1, 1, 1]}
+    for step, samples in right.items():
+        rows = [{"step": step, "index": i // 2, "correct": x == 1} for i, x in enumerate(samples)]
+        append_rows(tmp_path / "evaluations.jsonl", rows)
+    best = {"a": [1e-5, 1e-3], "b": [1e-5, 1.5e-4], "c": [1e-5, 2e-5]}
+    rows = [{"question": f"Q{q}", "best": x} for q in best for x in best[q]]
+    append_rows(tmp_path / "questions.jsonl", rows)
+    args = SimpleNamespace(reward="cer", dataset="toy", questions=2)
+    report.RunLog.summary(SimpleNamespace(args=args, out=tmp_path, last_step=4))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "pass@1 first .5 ± .125, last .75 ± .25, change .333 ± .167 (SE" in printed
+    assert "reward first .15, last .35 (mean of 2 of 4 steps)" in printed
+    assert "exact_match first .188, last .438 (mean" in printed
+    assert "1 of 3 questions never had a reward > 0.0001, such as Qc training" in printed
+    assert "minutes sample 4.0, update 2.0 model" in printed
 
 
 def test_a_log_has_a_line_a_step(finished_run):
     out, err = ((finished_run.parent / name).read_text() for name in ("stdout", "stderr"))
     first, second, third, *lines = err.splitlines()
-    assert "50 questions, verifier toy-rule; 4 steps of 4 questions x 4 samples" in first
+    assert "8 questions, verifier toy-rule; 4 steps of 4 questions x 4 samples" in first
     assert "1 x cpu" in second and third.startswith("memory: 4,096 tokens in a micro-batch")
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 4 and "\r" not in err
     numbers = "  ".join(rf"{name} \S+" for name in report.IN_THE_LOG)
     assert re.fullmatch(rf"step 4/4  {numbers}  \S+ s/step  eta 0:00:00", steps[3])
-    assert re.search(r"reward +first \S+, last \S+ \(mean of 2 of 4 steps\)", out)
-    assert re.search(r"pass@1 +first \S+ ± \S+, last \S+ ± \S+, change \S+ ± \S+ \(", out)
     assert re.search(r"before training  pass@1 \S+ ± \S+\n  a sample: .* -> .*\((righ|wron)", err)
     assert re.search(r"never had a reward > 0.0001, such as\n    .* How many \w+\?", out)
 
 
-def test_a_run_that_learns_nothing_says_so(script, quick):
-    """Three new tokens are too few for a box."""
-    code, out, err = script(train, f"{quick} --out run --max-new-tokens 3")
-    assert code == 0 and "8 of 8 questions never had a reward" in out
+def test_a_run_that_learns_nothing_says_so(script, quick, tokenizer):
+    """Three new tokens are too few for a box. The questions come after one long passage."""
+    for model in tiny_model(len(tokenizer)), tokenizer:
+        model.save_pretrained("long")
+    rows = [{"question": "passage " * 40 + f"Q{k}?", "answer": "7"} for k in range(8)]
+    append_rows(Path("mine.jsonl"), rows)
+    flags = f"{quick} --model long --dataset mine.jsonl --eval-dataset mine.jsonl --eval-limit 1"
+    code, out, err = script(train, f"{flags} --verifier math --out run --max-new-tokens 3")
+    assert code == 0 and "8 of 8 questions never had a reward" in out, err
+    assert "change 0\n" in out and "nan" not in out  # one question has no standard error
+    assert "8 questions, verifier math" in err and "verified as text" not in err
     assert "warning at step 1: almost no answers, and most samples are cut off: raise" in err
     assert "warning at step 2" not in err  # once is enough
 

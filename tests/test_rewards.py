@@ -130,6 +130,7 @@ DECISIONS = {
     "The student gives 15 where the truth is 14. Final Decision: No<|im_end|>": False,
     "The student wrote 'Final Decision: Yes'. Final Decision: No": False,
     "Final Decision: Yes/No": False,
+    "Final Decision: Yes. No, wait. Final Decision: No": False,
     "If correct, the decision would be Yes. To decide, we": False,  # cut off
 }
 

@@ -11,7 +11,8 @@ import time
 
 import pytest
 import torch
-from conftest import example_rows, needs_cuda, on_devices, tiny_model, written_by
+import torch.distributed as dist
+from conftest import example_rows, needs_cuda, on_devices, summary_of, tiny_model, written_by
 from processes import finish, run_in, start, start_ranks, two_updates
 from transformers import AutoModelForCausalLM
 
@@ -19,9 +20,9 @@ import reward_functions
 import train
 from engine import policy
 from rloo import rloo_rows
-from runtime.checkpoints import load_checkpoint, save_checkpoint
+from runtime.checkpoints import load_checkpoint, reason, save_checkpoint
 from runtime.files import checkpoints, read_rows
-from runtime.ranks import Stop
+from runtime.ranks import Stop, seed_everything
 
 # -------------------------------------------------------------------------------------------- ranks
 
@@ -50,12 +51,31 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, finished_run, sto
     saved = stopped_run.glob("checkpoints/step-4/training/*.safetensors")
     assert {path.name[:11] for path in saved} == {"shard-00001", "shard-00002"}
     finish([start(run_in, tmp_path, train.main, "--out run --resume --steps 5")])
-    metrics, samples = (read_rows(stopped_run / f"{name}.jsonl") for name in ("metrics", "samples"))
+    names = "metrics", "samples", "questions", "evaluations"
+    metrics, samples, asked, held_out = (read_rows(stopped_run / f"{n}.jsonl") for n in names)
     assert [line["step"] for line in metrics] == [*range(6)]
-    # The data come in the same order, of which samples.jsonl has two of rank 0's questions a step.
-    assert samples[6]["question"] == read_rows(finished_run / "samples.jsonl")[6]["question"]
+    assert [line["step"] for line in metrics if "pass_at_1" in line] == [0, 2, 4, 5]
     own_mean = sum(samples[6]["R"] + samples[7]["R"]) / 8
     assert metrics[4]["reward"] != pytest.approx(own_mean)  # the other rank's questions count too
+    # The data come in the same order: of each step rank 0 has the first question and the third.
+    before = [row["question"] for row in read_rows(finished_run / "questions.jsonl")]
+    now = [row["question"] for row in asked[:16]]
+    assert now[:8] == before[:8] and now[12:] == [before[i] for i in (12, 14, 13, 15)]
+    now = [row for row in held_out if row["step"] == 4]
+    of_one_rank = [(row["index"], row["question"]) for row in held_out if row["step"] == 0]
+    assert [(row["index"], row["question"]) for row in now] == of_one_rank
+    numbers = summary_of(now)
+    assert metrics[4]["pass_at_1"] == pytest.approx(numbers["pass_at_1"])
+    assert metrics[4]["pass_at_1_stderr"] == pytest.approx(numbers["stderr"])
+
+
+def test_random_numbers_differ_by_seed_step_and_rank(monkeypatch):
+    numbers = set()
+    for rank, *key in (0, 0, 1), (0, 0, 2), (0, 1, 1), (1, 0, 1):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        seed_everything(*key)
+        numbers.add(torch.rand(()).item())
+    assert len(numbers) == 4
 
 
 def test_a_checkpoint_without_some_of_its_files_is_refused(tmp_path, script, stopped_run):
@@ -155,6 +175,7 @@ def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
     for p in model.parameters():
         p.data.mul_(2)
     assert load_checkpoint(tmp_path, model, optimizer) == 3
+    assert reason(MemoryError()) == "MemoryError"  # an error without a text
     assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters()))
 
 

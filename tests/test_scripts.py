@@ -4,31 +4,45 @@ import json
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from conftest import written_by
+from conftest import summary_of, written_by
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 import evaluate
 import plot
 import train
 import warm_start
+from engine.tokens import split_answer
 from reward_functions import REWARDS
 from runtime import files
 from runtime.files import read_rows, to_jsonl
 from tasks import general_verifier
-from tasks.data import in_epochs
+from tasks.data import in_epochs, load_problems
+from tasks.verifiers import is_right
 
 
 def test_what_a_run_writes(finished_run, toy_model_dir):
-    lines, samples = (read_rows(finished_run / f"{name}.jsonl") for name in ("metrics", "samples"))
+    names = "metrics", "samples", "questions", "evaluations"
+    lines, samples, questions, held_out = (read_rows(finished_run / f"{n}.jsonl") for n in names)
     assert [line["step"] for line in lines if "pass_at_1" in line] == [0, 2, 4]
     assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3, 4]
-    assert {"exact_match", "grad_norm", "entropy", "tokens_per_second"} <= lines[1].keys()
-    assert lines[1]["seconds"].keys() == {"sample", "reward", "update"}
+    assert {"exact_match", "grad_norm", "entropy"} <= lines[1].keys()
     assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert all(len(row["answers"]) == len(row["R"]) == 4 for row in samples)
+    assert [row["step"] for row in questions] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    best = {(row["step"], row["question"]): row["best"] for row in questions}
+    assert all(best[row["step"], row["question"]] == max(row["R"]) for row in samples)
+    for line in lines[1:]:
+        assert line["seconds"].keys() == {"sample", "reward", "update"}
+        tokens = 16 * line["completion_tokens"]
+        assert line["tokens_per_second"] == pytest.approx(tokens / sum(line["seconds"].values()))
+    for line in lines[::2]:
+        numbers = summary_of([row for row in held_out if row["step"] == line["step"]])
+        logged = {"pass_at_1": "pass_at_1", "pass_at_1_stderr": "stderr"}
+        for name, of in (logged | {"eval_exact_match": "exact_match"}).items():
+            assert line[name] == pytest.approx(numbers[of])
     models = toy_model_dir, finished_run / "checkpoints/step-2", finished_run / "checkpoints/step-4"
     weights = [AutoModelForCausalLM.from_pretrained(model).parameters() for model in models]
     for started, halfway, trained in zip(*weights):
@@ -38,15 +52,22 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
 
 @pytest.mark.parametrize("reward", sorted(REWARDS.keys() - {"cer"}))
 def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
+    """Each row has the advantage of its sample over the others of its question."""
     monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 16)
+    monkeypatch.setattr(train, "update", updated := mock.Mock(side_effect=train.update))
     flags = f"{quick} --reward {reward} --verifier-model {toy_model_dir} --steps 1 --out run"
     code, _, err = script(train, flags)
     assert code == 0 and err.startswith(f"{reward} on "), err
     line = read_rows("run/metrics.jsonl")[1]
     assert (line["grad_norm"] > 0) == (line["zero_advantage_groups"] < 1)
+    R = torch.tensor([row["R"] for row in read_rows("run/samples.jsonl")])  # two of four questions
+    A, rows = R - (R.sum(1, keepdim=True) - R) / 3, updated.call_args.args[2]
+    assert len(rows) == 16
+    for row, A_i in zip(rows, A.flatten()):
+        assert min(abs(weight - A_i) for weight in row.weights) < 1e-6
 
 
-def test_every_flag_is_taken(script, toy_model_dir):
+def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     flags = f"--model {toy_model_dir} --dataset toy --reward cer --questions 2 --samples 3 --m 2"
     flags += f" --verifier math --verifier-model {toy_model_dir} --max-prompt-tokens 64 --keep 1"
     flags += " --max-new-tokens 20 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
@@ -56,11 +77,30 @@ def test_every_flag_is_taken(script, toy_model_dir):
     _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
     assert named - {"--resume", "--epochs"} == set(re.findall(r"--[a-z][\w-]*", flags))
+    monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
     code, _, err = script(train, flags)
     assert code == 0, err
+    _, _, problems, runs, tokens = sampled.call_args.args
+    assert (len(problems), runs, tokens, sampled.call_count) == (3, 2, 20, 3)
+    assert sampled.call_args.kwargs.items() >= dict(temperature=0.5, top_p=0.9, top_k=5).items()
+    for group in read_rows("run/samples.jsonl"):
+        of_answer = [sum(x is not None for x in row) for row in group["log_W"]]
+        assert of_answer == [min(2, len(group["columns"]))] * len(of_answer)
     lines = read_rows("run/metrics.jsonl")
     assert [line.get("lr") for line in lines] == [None, 1e-3, 5e-4]
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-2"]
+
+
+def test_samples_differ_by_seed_and_step(script, quick):
+    """Of one question, again and again, by weights that hardly change."""
+    Path("one.jsonl").write_text('{"question": "Ana has 3 eggs. How many eggs?", "answer": "1"}\n')
+    flags = f"{quick} --dataset one.jsonl --questions 1 --lr 1e-12 --verifier text"
+    samples, held_out = [], []
+    for seed in 0, 1:
+        assert script(train, f"{flags} --seed {seed} --out {seed}")[0] == 0
+        samples += [str(row["texts"]) for row in read_rows(f"{seed}/samples.jsonl")]
+        held_out += [[row["text"] for row in read_rows(f"{seed}/evaluations.jsonl")]]
+    assert len(set(samples)) == 4 and held_out[0] != held_out[1]
 
 
 FLAGS = {
@@ -88,14 +128,15 @@ def test_an_epoch_shows_every_problem_once():
 
 
 def test_resume(script, finished_run, stopped_run):
-    """Also where the evaluation after the last checkpoint is missing."""
+    """Also where an evaluation is half written: after the last checkpoint, and after the end."""
     (stopped_run / "checkpoints" / "step-2-best").mkdir()  # the user's own
-    lines = read_rows(stopped_run / "metrics.jsonl", log=True)
-    del lines[2]["pass_at_1"]
-    (stopped_run / "metrics.jsonl").write_text(to_jsonl(lines) + '{"step": 4, "rew')
-    code, out, err = script(train, "--out run --resume --keep 2")
-    assert code == 0 and "step-4" in out and "after step 2  pass@1" in err, err
-    assert written_by(stopped_run) == written_by(finished_run)
+    for step, flags in (2, "--keep 2"), (4, ""):
+        lines = read_rows(stopped_run / "metrics.jsonl", log=True)
+        del lines[step]["pass_at_1"]
+        (stopped_run / "metrics.jsonl").write_text(to_jsonl(lines) + '{"step": 5, "rew')
+        code, out, err = script(train, f"--out run --resume {flags}")
+        assert code == 0 and "step-4" in out and f"after step {step}  pass@1" in err, err
+        assert written_by(stopped_run) == written_by(finished_run)
 
 
 BROKEN = {  # what is left of a file
@@ -123,17 +164,29 @@ def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_
     assert code == 2 and "has 2 steps, more than 1" in err
     code, _, err = script(train, "--out run --resume --verifier text")
     assert code == 2 and "verifier was None and is text" in err
-    config = stopped_run / "config.json"
-    config.write_text(config.read_text().replace("50 questions", "49 questions"))
-    code, _, err = script(train, "--out run --resume")
-    assert code == 2 and "data was 49 questions" in err and "is 50 questions" in err
+    load_problems, load_tokenizer = train.load_problems, train.load_tokenizer
+
+    def other_order(name, limit=None, verifier=None):
+        problems = load_problems(name, limit, verifier)
+        return problems[::-1] if limit else problems  # of the held-out data only
+
+    def other_template(name):
+        tokenizer = load_tokenizer(name)
+        tokenizer.chat_template += " "
+        return tokenizer
+
+    for name, other in ("load_problems", other_order), ("load_tokenizer", other_template):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, name, other)
+            code, _, err = script(train, "--out run --resume")
+        assert code == 2 and "since data was 8 questions and 3 held out, sha256 " in err, err
 
 
 def test_a_second_process_on_a_run_is_refused(script, tmp_path):
     """Before it loads anything."""
     held = files.lock(tmp_path / "held")
-    for module in train, evaluate:
-        code, _, err = script(module, "--model nowhere --out held --dataset toy")
+    for module, data in (train, "dataset"), (evaluate, "dataset"), (warm_start, "data"):
+        code, _, err = script(module, f"--model nowhere --out held --{data} toy")
         assert code == 2 and "held: another process is writing to it" in err, err
     held.close()
 
@@ -141,19 +194,36 @@ def test_a_second_process_on_a_run_is_refused(script, tmp_path):
 # --------------------------------------------------------------------------------------- evaluation
 
 
-def test_an_evaluation(script, toy_model_dir):
-    """Of two data sets; its numbers are computed again from its rows, one after the other."""
-    flags = f"--model {toy_model_dir} --limit 5 --runs 3 --out e --max-new-tokens 18"
-    code, out, err = script(evaluate, f"{flags} --dataset toy-test,toy,")
-    assert code == 0 and "average pass@1: " in out, err
-    results, rows = json.loads(Path("e/results.json").read_text()), read_rows("e/samples.jsonl")
-    assert [row["dataset"] for row in rows] == ["toy-test"] * 15 + ["toy"] * 15
-    summary, rows = results["results"]["toy-test"], rows[:15]
-    right = torch.tensor([float(row["correct"]) for row in rows]).view(5, 3).mean(1)  # by question
-    assert summary["pass_at_1"] == pytest.approx(right.mean().item())
-    assert summary["stderr"] == pytest.approx(right.std().item() / 5**0.5)
-    answered = sum(bool(row["answer"]) for row in rows)
-    assert summary["answered"] == pytest.approx(answered / 15) and 0 < answered < 15
+def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
+    """Of two data sets; the flags reach the sampler."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    held_out = re.search("--eval-dataset (.*?) ", quick)[1]
+    rows = ['{"question": "Q?", "answer": "1"}\n', '{"question": "<eos>", "answer": "1"}\n']
+    Path("mine.jsonl").write_text("".join(rows))
+    flags = f"--model {toy_model_dir} --limit 3 --runs 4 --max-new-tokens 21 --verifier math"
+    flags += f" --temperature 0.3 --top-p 0.9 --top-k 9 --dataset {held_out},mine.jsonl,"
+    monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
+    texts = []
+    for seed in 0, 1:
+        code, out, err = script(evaluate, f"{flags} --seed {seed} --out ~/{seed}")
+        assert code == 0 and "average pass@1: " in out, err
+        assert "mine.jsonl: left out: 1 of 2 questions have a control token" in err
+        assert "verified as text" not in err
+        texts.append([row["text"] for row in read_rows(f"{seed}/samples.jsonl")])
+    assert texts[0] != texts[1]
+    settings = dict(temperature=0.3, top_p=0.9, top_k=9)
+    assert sampled.call_args.kwargs.items() >= settings.items()
+    results, rows = json.loads(Path("0/results.json").read_text()), read_rows("0/samples.jsonl")
+    assert [row["dataset"] for row in rows] == [held_out] * 12 + ["mine.jsonl"] * 4
+    summary, problems = results["results"][held_out], load_problems(held_out)
+    assert summary == pytest.approx(summary_of(rows[:12]))
+    assert 0 < summary["exact_match"] < summary["pass_at_1"] < 1 and 0 < summary["truncated"] < 1
+    for i, row in enumerate(rows[:12]):
+        problem, box = problems[i // 4], split_answer(row["text"])
+        assert (row["index"], row["question"]) == (i // 4, problem.question)
+        assert row["answer"] == (box and box[1])
+        assert row["correct"] == is_right(problem, row["answer"])
+        assert row["tokens"] == 21 or not row["truncated"]
 
 
 def test_a_model_is_asked_one_question(script, toy_model_dir):
@@ -170,15 +240,23 @@ def test_a_supervised_start_on_a_full_disk_leaves_nothing(script, toy_model_dir,
     def full(self, path, **options):
         Path(path).mkdir()
         (Path(path) / "half").write_text("")
-        raise RuntimeError("SafetensorError: No space left on device")
+        raise MemoryError
 
-    flags = f"--model {toy_model_dir} --data demos.jsonl --out warm --epochs 2"
+    flags = f"--model {toy_model_dir} --data {Path('demos.jsonl').absolute()} --epochs 2"
     with monkeypatch.context() as patch:
         patch.setattr(Qwen3ForCausalLM, "save_pretrained", full)
-        code, _, err = script(warm_start, flags)
-    assert code == 2 and "cannot save warm (SafetensorError: No space left" in err, err
+        code, _, err = script(warm_start, f"{flags} --out warm")
+    assert code == 2 and "cannot save warm (MemoryError)" in err, err
     assert [path.name for path in Path("warm").iterdir()] == ["lock"]
-    assert "judge.py --model warm" in script(warm_start, flags)[1]
+    Path("empty").mkdir()
+    Path("link").symlink_to("empty")
+    Path("here").mkdir()
+    for folder, out in (".", "warm"), (".", "link"), ("here", "."):  # warm holds a lock
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            code, stdout, err = script(warm_start, f"{flags} --out {out}")
+            assert code == 0 and f"judge.py --model {out} " in stdout, err
+            AutoModelForCausalLM.from_pretrained(out)
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -226,6 +304,13 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (train, "--dataset control.jsonl", r"no question is left; 1 of 1 questions have a control"),
+    (evaluate, "--ask How", r"--ask takes no --dataset, --out"),
+    (evaluate, "--dataset ,", r"expected --dataset or --ask"),
+    (
+        train,
+        "--eval-dataset control.jsonl",
+        r"control.jsonl: no question is left; 1 of 1 questions",
+    ),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .* surrogates not allowed"),
     (plot, "old", r"old/metrics.jsonl is empty: the run has no step yet"),
