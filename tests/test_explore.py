@@ -19,25 +19,23 @@ PAGE = Path(__file__).parents[1] / "docs" / "explore.html"
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: chromium)")
 
-# What the tests' JavaScript uses. check() keeps what is not as expected.
-TOOLS = """const failed = [], drawn = (ms = 99) => new Promise(done => setTimeout(done, ms));
-    const json = JSON.stringify, check = (what, found, expected = true) =>
-      json(found) === json(expected) || failed.push([what, found, expected]);
-    const text = id => $(id).textContent, cells = tr => [...tr.cells].map(td => td.textContent);
+# What the tests' JavaScript uses. It returns what it found.
+TOOLS = """const found = [], drawn = (ms = 99) => new Promise(done => setTimeout(done, ms));
+    const check = (what, is, expected = true) => {
+      if (`${is}` !== `${expected}`) throw Error(`${what}: ${is}, not ${expected}`);
+    };
     const go = async name => { steps[order.indexOf(name)].scrollIntoView(); await drawn(); };
-    const open = (...lines) => openRun(new File(lines, "f"));"""
+    const text = id => $(id).textContent, open = (...lines) => openRun(new File(lines, "f"));"""
 
 
 def in_browser(folder, steps, flags="--force-prefers-reduced-motion"):
     """Run JavaScript at the end of the page -> what it returns. No error may come before that."""
-    probe = f"<script>(async () => {{ {TOOLS} {steps} return failed; }})()"
-    probe += ".catch(e => String(e)).then(x => console.log('RESULT' + JSON.stringify(x) + 'END'));"
-    page = PAGE.read_text().replace("</html>", f"{probe}</script>")
-    (folder / "page.html").write_text(page)
+    probe = f"<script>(async () => {{ {TOOLS} {steps} return found; }})()"
+    probe += ".then(x => `RESULT${JSON.stringify(x)}END`, String).then(console.log);"
+    (folder / "page.html").write_text(PAGE.read_text().replace("</html>", f"{probe}</script>"))
     command = f"timeout 120 {BROWSER} --headless --no-sandbox --disable-gpu --enable-logging=stderr"
-    command += f" --window-size=1280,800 {flags} --user-data-dir={folder}/browser"
-    command = [*command.split(), f"{folder}/page.html"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as browser:
+    command += f" {flags} --user-data-dir={folder}/browser {folder}/page.html"
+    with subprocess.Popen(command.split(), stderr=subprocess.PIPE, text=True) as browser:
         said = next((line for line in browser.stderr if "CONSOLE" in line), "nothing")
         browser.terminate()
     assert (found := re.search("RESULT(.*)END", said)), f"the page said {said}"
@@ -49,8 +47,7 @@ def short(x, digits=3):
 
 
 def same(found, ours):
-    found = torch.tensor(found, dtype=torch.float64)
-    torch.testing.assert_close(found, ours, rtol=0, atol=1e-9)
+    torch.testing.assert_close(torch.tensor(found).to(ours), ours, rtol=0, atol=1e-6)
 
 
 def check_group(g, likelihood, M=8):
@@ -61,8 +58,7 @@ def check_group(g, likelihood, M=8):
     assert (kept.sum(1) == M).all()
     assert ((kept & own).sum(1) == own.sum(1).clamp(max=M)).all()
     R = cer(W.log().masked_fill(~kept, -torch.inf), P.log())
-    same(g["R"], R)
-    same(g["A"], leave_one_out(R))
+    same([g["R"], g["A"]], torch.stack([R, leave_one_out(R)]))
 
 
 def test_its_mathematics_is_ours(tmp_path):
@@ -103,7 +99,7 @@ def test_the_two_tables_are_ours(tmp_path):
 
 def test_a_walk_through_the_steps(tmp_path):
     """Every step is entered by scrolling. What it says of its picture is compared with cer.py."""
-    steps = """const seen = { board: [...$("board").rows].slice(1).map(row => cells(row)[2]) };
+    steps = """const seen = { board: [...$("board").rows].slice(1).map(row => row.innerText) };
         const note = name => seen[name] = { ...numbers(), words: ["model", "behind", "rewards"]
           .map(id => text(`${id}-words`)), step: steps[order.indexOf(state.step)].textContent };
         for (const step of order) {
@@ -111,41 +107,34 @@ def test_a_walk_through_the_steps(tmp_path):
           note(step);
           const stops = all(".story :is(button, input)").filter(node => node.tabIndex === 0);
           const places = stops.map(node => node.closest(".step")?.dataset.step ?? "stage");
-          check("Tab stops in the step, then in its picture", json([...new Set(places)]),
-            json(places.includes("stage") ? [step, "stage"] : [step]));
-          check("no wider than the window", document.body.scrollWidth <= innerWidth);
+          check("Tab: the step, then its picture", [...new Set(places), "stage"].slice(0, 2),
+            [step, "stage"]);
         }
         for (const name of ["rare", "back"]) { $("rare").click(); note(name); }
         await go("columns");
         for (const M of [8, 4, 1]) {
           $("M").value = M; $("M").dispatchEvent(new Event("input")); note(M);
-          seen[M].groups = range(200).map(g => judge(EGGS, throwDarts(1 + g), M));
         }
         await go("all"); $("chips").children[2].click(); note("18");
-        return [failed, seen];"""
-    failed, seen = in_browser(tmp_path, steps)
-    assert failed == []
-    prior = torch.tensor(seen["all"]["prior"], dtype=torch.float64)
-    likelihood = torch.tensor(seen["all"]["likelihood"], dtype=torch.float64)
+        return seen;"""
+    seen = in_browser(tmp_path, steps)
+    prior, likelihood = (torch.tensor(seen["all"][name]) for name in ("prior", "likelihood"))
     rho, area = exact_cer(prior, likelihood)[:, 0], short((prior @ likelihood)[0])
-    assert seen["board"] == [short(r) for r in rho]
-    assert all(seen[step]["words"][0] == f"orange area {area}" for step in ("exact", "spread"))
+    assert [row.split()[-1] for row in seen["board"]] == [short(r) for r in rho]
+    assert seen["exact"]["words"][0] == seen["spread"]["words"][0] == f"orange area {area}"
     assert f"ρ = {short(rho[1])}." in seen["level"]["step"]
     assert seen["18"]["words"][1].endswith(f"= {short(rho[2])}")
     assert seen["all"]["words"][2] == f"orange area {area}dashed area {area}"
     for step in "row", "advantage", "slip", "rare", "back":
-        check_group(seen[step]["group"], likelihood)
-        k = seen[step]["k"]
-        R, A = (short(seen[step]["group"][name][k]) for name in "RA")
-        assert seen[step]["words"][2].replace("+", "") == f"R of dart {k + 1} {R}advantage {A}"
-        assert f"R = {R}." in seen[step]["step"] or f"R is {R}." in seen[step]["step"] or k
-    R = [short(seen[step]["group"]["R"][0]) for step in ("slip", "rare", "back")]
-    assert R == [".108", ".431", ".108"]
-    for M in 8, 4, 1:
-        now = seen[str(M)]
-        assert f"8 × {M} = {8 * M} readings" in now["step"]
-        R = torch.tensor([r for g in now["groups"] for r, a in zip(g["R"], g["a"]) if a == 1])
-        assert now["words"][2] == f"R of “14 eggs”:{short(R.mean())} ± {short(R.std())} (SD)"
+        k, g = seen[step]["k"], seen[step]["group"]
+        check_group(g, likelihood)
+        said = f"R of dart {k + 1} {short(g['R'][k])}advantage {short(g['A'][k])}"
+        assert seen[step]["words"][2].replace("+", "") == said
+    assert f"R is {short(g['R'][0])}." in seen["back"]["step"]
+    assert seen["rare"]["group"]["R"][0] > 3 * g["R"][0]
+    for M, sd in ("8", ".041"), ("4", ".054"), ("1", ".134"):
+        assert f"8 × {M} = {8 * int(M)} readings" in seen[M]["step"]
+        assert seen[M]["words"][2].endswith(f"± {sd} (SD)")
 
 
 def test_learning_and_motion(tmp_path):
@@ -157,12 +146,10 @@ def test_learning_and_motion(tmp_path):
         check("they have arrived", document.getAnimations().length, 0);
         for (const setting of Object.keys(SETTINGS)) {
           await learn(setting);
-          failed.push([...text("result").matchAll(/(\\d+) steps/g)].map(([, n]) => +n));
+          found.push([...text("result").matchAll(/(\\d+) steps/g)].map(([, n]) => +n));
         }"""
-    many, one, twice, sgd, slips, slips_sgd = in_browser(tmp_path, steps, flags="")
-    assert all(ours < 0.7 * exact for ours, exact in (many, slips))
-    assert all(abs(ours - exact) < 4 for ours, exact in (one, twice, sgd))
-    assert slips_sgd[0] > 1.5 * slips_sgd[1]
+    ratios = [ours / exact for ours, exact in in_browser(tmp_path, steps, flags="")]
+    assert ratios == pytest.approx([0.6, 1, 1, 1, 0.45, 1.7], rel=0.15)
 
 
 def group(step, R, **more):
@@ -177,35 +164,33 @@ def test_the_files_of_a_run(tmp_path, finished_run):
     matrices = {"distinct_answers": ["14", "<img src>"], "columns": [0, 2, 3]}
     matrices |= {"log_W": [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]], "log_P": [-1, -5, -2]}
     R = cer(torch.tensor(matrices["log_W"][0]), torch.tensor(matrices["log_P"])).item()
-    told = {"verdicts": ["right", None, "wrong", "<img src>"]}
-    run = group(1, [0.4, 0, 0.1, 0.4], **matrices) + group(2, [0.5] * 4, **matrices, **told)
+    run = group(1, [0.4, 0, 0.1, 0.4], **matrices)
+    run += group(2, [0.5] * 4, verdicts=["right", None, "wrong", "<img src>"], **matrices)
     hostile = [group(1, [0.5] * 3), "null\n", '{"text": {}}\n', group(1, [0] * 4, log_W=[[9]])]
-    many = {"answers": ["14"] * 512, "texts": ["14"] * 512, "truncated": [False] * 512}
-    many |= {"columns": list(range(512)), "log_P": [-2] * 512, "log_W": [[-1] * 512] * 2}
+    many = {"answers": ["14"], "texts": ["14"], "truncated": [False], "columns": [0], "log_P": [-2]}
+    many = {name: value * 512 for name, value in many.items()} | {"log_W": [[-1] * 512] * 2}
     many = group(1, [0.1] * 512, **matrices | many)
-    files = [finished_run / "samples.jsonl", finished_run / "evaluations.jsonl"]
+    files = [(finished_run / f"{name}.jsonl").read_text() for name in ("samples", "evaluations")]
     steps = f"""check("a real group", groups.length === 1 && $("run-behind").children.length > 5);
         await open({json.dumps(run)} + "\\n  \\n{{");
         check("a bad line", text("opened").startsWith("f: 2 groups. Left out: 1 (line 5: "));
-        check("samples", text("samples"), "1414<img src>(no answer)");
-        check("R", text("run-rewards-words"), "R .400, advantage +.233");
-        check("its row", text("run-behind-words"), "level {short(R)}");
+        check("the best", ["samples", "run-rewards-words", "run-behind-words"].map(text).join("|"),
+          "1414<img src>(no answer)|R .400, advantage +.233|level {short(R)}");
         $("index").value = 99; $("index").onchange({{ target: $("index") }});
         check("the field stays in range", $("index").value, "2");
         $("samples").children[2].click();
         check("hostile texts", text("text").endsWith("<img src>") && !document.images.length);
         for (const line of {json.dumps(hostile)}) {{
           await open(line);
-          check("no group", [text("opened").slice(0, 31), $("run").hidden],
-            ["f is no samples.jsonl: line 1: ", true]);
+          check(line, $("run").hidden && text("opened").startsWith("f is no samples.jsonl: line"));
         }}
         const start = performance.now();
         await open({json.dumps(many)});
-        check("512 samples", [performance.now() - start < 3000, text("opened")], [true, "f: 1 group."]);
+        check("512 samples", performance.now() - start < 3000 && text("opened") === "f: 1 group.");
         await open(...range(70).map(() => "x".repeat(1e6)), {json.dumps(run)});
         check("70 MB", text("opened").endsWith("Only its first 64 MB were read."));
-        for (const file of {json.dumps([file.read_text() for file in files])}) {{
+        for (const file of {json.dumps(files)}) {{
           await open(file);
-          failed.push([groups.length, $("samples").children.length]);
+          found.push([groups.length, $("samples").children.length]);
         }}"""
     assert in_browser(tmp_path, steps) == [[8, 4], [12, 2]]
