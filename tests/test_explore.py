@@ -132,7 +132,7 @@ def test_a_walk_through_the_steps(tmp_path):
         assert seen[step]["words"][2].replace("+", "") == said
     assert f"R is {short(g['R'][0])}." in seen["back"]["step"]
     assert seen["rare"]["group"]["R"][0] > 3 * g["R"][0]
-    for M, sd in ("8", ".041"), ("4", ".054"), ("1", ".134"):
+    for M, sd in ("8", ".041"), ("4", ".054"), ("1", ".157"):
         assert f"8 × {M} = {8 * int(M)} readings" in seen[M]["step"]
         assert seen[M]["words"][2].endswith(f"± {sd} (SD)")
 
