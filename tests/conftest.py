@@ -142,10 +142,12 @@ def stopped_run(tmp_path, finished_run):
     return run
 
 
+LOGS = "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl"
+
+
 def written_by(run):
     """All logs, without the times in them, and the last weights: equal for equal runs."""
-    names = "metrics", "samples", "questions", "evaluations"
-    lines = [line for name in names for line in read_rows(run / f"{name}.jsonl")]
+    lines = [line for name in LOGS for line in read_rows(run / name)]
     times = {"seconds", "tokens_per_second"}
     lines = [{k: v for k, v in line.items() if k not in times} for line in lines]
     step, last = checkpoints(run)[-1]

@@ -76,16 +76,6 @@ def test_scores_equal_naive_where_the_brace_changes_the_tokens_before_it():
     assert model.generation_config.eos_token_id == [ids[")}"]]
 
 
-@on_devices
-def test_scores_in_bf16_are_as_near_as_the_naive_ones(device, tokenizer):
-    """Two ways to round the same numbers: neither is nearer to fp32 than the other, in the median
-    over answers and contexts. The log-probs lie around -30; bf16 keeps 8 bits."""
-    model = tiny_model(len(tokenizer)).to(device)
-    exact, _ = scores_of(model, tokenizer)
-    for rounded in scores_of(model.to(torch.bfloat16), tokenizer):
-        assert (rounded - exact).abs().median() < 0.3
-
-
 def test_the_cut_into_passes_and_batches_changes_nothing(tokenizer, monkeypatch):
     """And the logits of at most LOGITS_AT_ONCE tokens are held at a time."""
     model, held = tiny_model(len(tokenizer)), []
@@ -246,14 +236,6 @@ def test_m_1_judges_each_answer_by_a_solution_that_produced_it(tokenizer):
     R, matrices = rewards_of(tokenizer, TEXTS[:3], "seven", M=1)
     P = matrices.log_P.exp()
     assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
-
-
-def test_rewards_under_autocast_keep_fp32(tokenizer):
-    """As a trainer in mixed precision calls it: bf16 passes, but R is an fp32 average."""
-    with torch.autocast("cpu", torch.bfloat16):
-        R, matrices = rewards_of(tokenizer, TEXTS, "7")
-    again = cer.cer(matrices.log_W.double(), matrices.log_P.double())[[0, 1, 0, 2]]
-    assert R.dtype == torch.float32 and (R[matrices.columns] - again).abs().max() < 1e-6
 
 
 def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):

@@ -11,9 +11,8 @@ from conftest import group_of, tiny_model
 
 import report
 import train
-import warm_start
 from runtime import console
-from runtime.files import append_rows, read_rows
+from runtime.files import append_rows
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
 HEALTHY |= {"tiny_reward_groups": 0.5}
@@ -103,18 +102,6 @@ def test_a_run_that_learns_nothing_says_so(script, quick, tokenizer):
     assert "8 questions, verifier math" in err and "verified as text" not in err
     assert "warning at step 1: almost no answers, and most samples are cut off: raise" in err
     assert "warning at step 2" not in err  # once is enough
-
-
-def test_a_supervised_start(script, tmp_path, toy_model_dir):
-    (tmp_path / "demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
-    (tmp_path / "mine.jsonl").write_text('{"question": "Q?", "answer": "seven"}\n')
-    flags = f"--model {toy_model_dir} --out warm --epochs 20 --batch 4 --lr 1e-2"
-    code, out, err = script(warm_start, f"{flags} --data demos.jsonl")
-    assert code == 0 and "4 demonstrations, 20 steps of 4" in out, err
-    flags = "--model warm --dataset mine.jsonl --steps 1 --questions 2 --samples 4 --out run"
-    code, _, err = script(train, f"{flags} --max-new-tokens 16")
-    assert code == 0 and "verifier text" in err
-    assert read_rows("run/metrics.jsonl")[0]["answered"] > 0.5
 
 
 def test_a_log_that_nobody_reads_ends_no_run(monkeypatch):

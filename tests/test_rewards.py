@@ -48,11 +48,6 @@ def test_the_rule_asks_once_for_each_last_box(tokenizer, monkeypatch):
     assert record["verdicts"] == ["right", "wrong", None, "wrong"] and asked.call_count == 2
 
 
-def test_references_of_math500_equal_themselves(shared_data):
-    problems = data.load_problems(shared_data / "math500.jsonl")[::5]
-    assert all(is_right(problem, problem.reference) for problem in problems)
-
-
 # ------------------------------------------------------------------------ all of them by definition
 
 FRAGMENTS = ["3*4=12; ", "so 14 eggs ", "14", "\n", "{", "}", "\\boxed{14", "\\boxed", "the end"]
@@ -159,12 +154,3 @@ def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, r
     monkeypatch.setitem(reward_functions.REWARDS, "mine", (lambda groups, **_: returned, None))
     with pytest.raises(InputError, match=r"'mine' must return finite numbers R \(1, 2\)"):
         reward_functions.compute_rewards("mine", [group_of(tokenizer, ["a", "b"], "7")])
-
-
-def test_rewards_of_other_types_become_floats(tokenizer, monkeypatch):
-    groups = [group_of(tokenizer, ["a", "b"], "7")]
-    for R in torch.tensor([[True, False]]), torch.tensor([[1, 0]]):
-        mine = lambda groups, R=R, **_: (R, [{}])  # noqa: E731
-        monkeypatch.setitem(reward_functions.REWARDS, "mine", (mine, None))
-        R, records = reward_functions.compute_rewards("mine", groups)
-        assert R.dtype == torch.float32 and R.tolist() == [[1.0, 0.0]] and records == [{}]

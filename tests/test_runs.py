@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import example_rows, needs_cuda, on_devices, summary_of, tiny_model, written_by
+from conftest import LOGS, example_rows, needs_cuda, on_devices, summary_of, tiny_model, written_by
 from processes import finish, run_in, start, start_ranks, two_updates
 from transformers import AutoModelForCausalLM
 
@@ -51,8 +51,7 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, finished_run, sto
     saved = stopped_run.glob("checkpoints/step-4/training/*.safetensors")
     assert {path.name[:11] for path in saved} == {"shard-00001", "shard-00002"}
     finish([start(run_in, tmp_path, train.main, "--out run --resume --steps 5")])
-    names = "metrics", "samples", "questions", "evaluations"
-    metrics, samples, asked, held_out = (read_rows(stopped_run / f"{n}.jsonl") for n in names)
+    metrics, samples, asked, held_out = (read_rows(stopped_run / name) for name in LOGS)
     assert [line["step"] for line in metrics] == [*range(6)]
     assert [line["step"] for line in metrics if "pass_at_1" in line] == [0, 2, 4, 5]
     own_mean = sum(samples[6]["R"] + samples[7]["R"]) / 8
