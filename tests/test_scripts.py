@@ -229,7 +229,8 @@ def test_a_model_is_asked_one_question(script, toy_model_dir):
     assert not list(Path().iterdir())
 
 
-def test_a_supervised_start_on_a_full_disk_leaves_nothing(script, toy_model_dir, monkeypatch):
+def test_a_supervised_start(script, toy_model_dir, tmp_path, monkeypatch):
+    """On a full disk it leaves nothing; then in each kind of directory that is as good as empty."""
     Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
 
     def full(self, path, **options):
@@ -237,7 +238,8 @@ def test_a_supervised_start_on_a_full_disk_leaves_nothing(script, toy_model_dir,
         (Path(path) / "half").write_text("")
         raise MemoryError
 
-    flags = f"--model {toy_model_dir} --data {Path('demos.jsonl').absolute()} --epochs 20 --batch 2 --lr 1e-2"
+    flags = f"--model {toy_model_dir} --data {tmp_path}/demos.jsonl"
+    flags += " --epochs 20 --batch 2 --lr 1e-2"
     with monkeypatch.context() as patch:
         patch.setattr(Qwen3ForCausalLM, "save_pretrained", full)
         code, _, err = script(warm_start, f"{flags} --out warm")
