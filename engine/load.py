@@ -99,12 +99,7 @@ def reset_generation_config(model, tokenizer):
     model.generation_config = GenerationConfig(eos_token_id=usable, pad_token_id=usable[0])
 
 
-# What a model's config may say, and what the method would get wrong with it.
-UNSUPPORTED = {
-    "attention_dropout": "dropout must be 0, or training is not on-policy",
-    "router_jitter_noise": "router noise must be 0, or training is not on-policy",
-    "input_jitter_noise": "router noise must be 0, or training is not on-policy",
-}
+NOISE = "attention_dropout", "router_jitter_noise", "input_jitter_noise"  # in training mode
 
 
 @torch.no_grad()
@@ -112,10 +107,9 @@ def check_sampling(model, tokenizer):
     """Check, on two sampled tokens, that the model samples from its own distribution (temperature
     1, no top-k or top-p), with attention over the whole context, and as it is trained. Raises an
     error otherwise."""
-    for setting, message in UNSUPPORTED.items():
-        require(not getattr(model.config, setting, 0), message)
-    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    require(not max(dropouts, default=0), UNSUPPORTED["attention_dropout"])
+    noise = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    noise += [getattr(model.config, name, 0) for name in NOISE]
+    require(not any(noise), "dropout and router noise must be 0, or training is not on-policy")
     require(hasattr(model.base_model, "layers"), "it is not laid out as Llama and Qwen are")
     rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
     require(rope not in ("dynamic", "longrope"), f"{rope} RoPE depends on a batch's longest row")

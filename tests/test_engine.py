@@ -249,7 +249,7 @@ FAMILIES = [  # family, settings, why it is refused
     ("jamba", EXPERTS, "Linear"),
     ("mistral", {"sliding_window": 8}, "it needs full attention in all layers"),
     ("bert", NO_DROPOUT | {"is_decoder": True}, "not laid out as Llama"),
-    ("qwen3", {"attention_dropout": 0.1}, "dropout must be 0"),
+    ("qwen3", {"attention_dropout": 0.1}, "dropout and router noise must be 0"),
     ("qwen3", {"rope_parameters": DYNAMIC}, "dynamic RoPE depends on a batch's longest row"),
     ("qwen3", {"vocab_size": 50}, "more than the model has embeddings"),
 ]

@@ -193,4 +193,4 @@ def test_the_files_of_a_run(tmp_path, finished_run):
           await open(file);
           found.push([groups.length, $("samples").children.length]);
         }}"""
-    assert in_browser(tmp_path, steps) == [[8, 4], [12, 2]]
+    assert in_browser(tmp_path, steps) == [[8, 4], [9, 2]]
