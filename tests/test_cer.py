@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerFast
 
 import cer
-from cer import answer_logprobs, choose_solutions, exact_cer, rewards
+from cer import answer_logprobs, choose_solutions, exact_cer, read_answers, rewards
 from engine.load import load, reset_generation_config
 from engine.tokens import pad, vocabulary
 
@@ -118,6 +118,17 @@ def test_what_cannot_be_scored_is_refused(tokenizer):
     for model, contexts, says in cases:
         with pytest.raises(ValueError, match=says):
             answer_logprobs(model, tokenizer, contexts, ["14"])
+
+
+def test_a_model_that_is_scored_otherwise_in_parts_is_refused(tokenizer, monkeypatch):
+    """Here with the positions of every answer off by one."""
+
+    def shifted(model, answers, lengths, cache):
+        return read_answers(model, answers, lengths + 1, cache)
+
+    monkeypatch.setattr(cer, "read_answers", shifted)
+    with pytest.raises(ValueError, match="scored in parts has another probability"):
+        cer.check_scoring(tiny_model(len(tokenizer)), tokenizer)
 
 
 @torch.no_grad()
