@@ -260,6 +260,8 @@ def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
         ((prompt, completions, 7), "must be a string"),
         ((prompt, completions, "7", 0), "M must be at least 1"),
     ]
+    model = tiny_model(len(tokenizer))
+    rewards(model, tokenizer, prompt, [whole[0], completions[1]], "7")  # one of them may
     for inputs, says in cases:
         with pytest.raises(ValueError, match=says):
-            rewards(tiny_model(len(tokenizer)), tokenizer, *inputs)
+            rewards(model, tokenizer, *inputs)

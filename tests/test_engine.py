@@ -201,9 +201,11 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
     )
     plain = toy_model.build_tokenizer()
     plain.chat_template = None
-    for problem, text in (number, f"How many?\n{BOXED}"), (letter, LETTER):
+    words = data.Problem("How many?", "14", "text")
+    contents = {number: f"How many?\n{BOXED}", words: f"How many?\n{BOXED}", letter: LETTER}
+    for problem, content in contents.items():
         prompt = plain.decode(encode_prompt(plain, problem))
-        assert prompt == f"You are a helpful assistant.\n\n{text}\n\n"
+        assert prompt == f"You are a helpful assistant.\n\n{content}\n\n"
 
 
 TEMPLATES = {  # a question of two lines keeps its text, whatever becomes of the white space
