@@ -66,9 +66,9 @@ def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
 
 
 def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
-    flags = f"--model {toy_model_dir} --dataset toy --reward cer --questions 2 --samples 3 --m 2"
+    flags = f"--model {toy_model_dir} --dataset toy --reward cer --questions 2 --samples 8 --m 2"
     flags += f" --verifier math --verifier-model {toy_model_dir} --max-prompt-tokens 64 --keep 1"
-    flags += " --max-new-tokens 20 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
+    flags += " --max-new-tokens 24 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
     flags += " --cpu-offload --seed 3 --eval-dataset toy-test --eval-every 1 --eval-limit 3"
     flags += " --eval-runs 2 --eval-temperature 0.5 --eval-top-p 0.9 --eval-top-k 5"
     flags += " --out run --save-every 1"
@@ -79,7 +79,7 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     code, _, err = script(train, flags)
     assert code == 0, err
     _, _, problems, runs, tokens = sampled.call_args.args
-    assert (len(problems), runs, tokens, sampled.call_count) == (3, 2, 20, 3)
+    assert (len(problems), runs, tokens, sampled.call_count) == (3, 2, 24, 3)
     assert sampled.call_args.kwargs.items() >= dict(temperature=0.5, top_p=0.9, top_k=5).items()
     for group in read_rows("run/samples.jsonl"):
         of_answer = [sum(x is not None for x in row) for row in group["log_W"]]
