@@ -128,7 +128,7 @@ def test_an_epoch_shows_every_problem_once():
 def test_resume(script, finished_run, stopped_run):
     """Also where an evaluation is half written: after the last checkpoint, and after the end."""
     (stopped_run / "checkpoints" / "step-2-best").mkdir()  # the user's own
-    for step, flags in (2, "--keep 2"), (4, ""):
+    for step, flags in (2, "--keep 2"), (4, "--eval-every 3"):
         lines = read_rows(stopped_run / "metrics.jsonl", log=True)
         del lines[step]["pass_at_1"]
         (stopped_run / "metrics.jsonl").write_text(to_jsonl(lines) + '{"step": 5, "rew')
