@@ -163,7 +163,7 @@ def answer_logprobs(model, tokenizer, contexts, answers):
             for (row, spelling), states in zip(group, hidden):
                 states = torch.cat([last[:, None], states], dim=1)  # [n, k + 1, H]
                 log_pi = log_finished(model.lm_head, states, spelling)  # [n]
-                # The other spelling's, or -inf, is there already.
+                # It holds -inf, or the probability of the other spelling.
                 scores[row, some] = scores[row, some].logaddexp(log_pi)
     return scores
 
@@ -179,7 +179,7 @@ def spellings(vocab, answer):
     """The tokens of "{answer", and those of "{answer}" without the last one, which holds the
     brace -> list of one or two Spelling, whose probabilities add up. As in one_file.py the ways to
     write the answer are a dictionary {beginning: its closers}, so that a beginning that both share
-    counts once. What the first has taken is left to the first."""
+    counts once. Such a beginning is left to the first."""
     without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
     finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
     ways, spelled = {}, []

@@ -105,8 +105,9 @@ def log_pi(model, tokenizer, context, answer):
     beginning t_1..t_i of its tokens, then one of the tokens that close the box there. No way is the
     start of another, so their probabilities add up.
 
-    The brace of the box can also change the tokens before it. SmolLM2's tokenizer spells the end of
-    the answer \text{(C)} as `)}`, but with the brace of the box after it as `)` and `}}`. So the
+    The brace of the box can also change the tokens before it. With SmolLM2's tokenizer the answer
+    \text{(C)} alone ends in the token `)}`. With the brace of the box after it, it ends in the two
+    tokens `)` and `}}`. So the
     beginnings of both spellings count. A beginning that they share is one key of `ways`, so it
     counts once. (Still rarer ways are left out, so this is a lower bound.)
     """
