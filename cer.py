@@ -48,7 +48,7 @@ def cer(log_W, log_P):
     log_W = -inf masks a solution; a row in which all are masked gets reward 0.
     """
     all_masked = (log_W == -torch.inf).all(-1, keepdim=True)  # the softmax of such a row is nan
-    posterior = log_W.softmax(-1).masked_fill(all_masked, 0.0)  # D^-1 W, pi(s_j | a_i, q)
+    posterior = log_W.softmax(-1).masked_fill(all_masked, 0.0)  # each row of W over its sum
     return (posterior * log_P.exp()[..., None, :]).sum(-1)
 
 
