@@ -274,14 +274,15 @@ def check_scoring(model, tokenizer):
     vocab = vocabulary(tokenizer)
     contexts = [vocab.encode(text) for text in (r"so \boxed", r"that is why it must be \boxed")]
     answers = [vocab.encode(text) for text in ("{14 eggs", r"{\frac{1}{2}")]
-    lengths, _, cache = read_contexts(model, contexts)
+    lengths, last, cache = read_contexts(model, contexts)
     for tokens, states in zip(answers, read_answers(model, answers, lengths, cache)):
+        states = torch.cat([last[:, None], states], dim=1)
         for context, in_parts in zip(contexts, model.lm_head(states)):
             ids = torch.tensor([context + tokens], device=model.device)
             logits = model(input_ids=ids).logits
             if not torch.equal(model.lm_head(model.base_model(ids).last_hidden_state), logits):
                 raise ValueError("its logits are not lm_head of the last hidden state")
-            whole = logits[0, -len(tokens) :]
+            whole = logits[0, -len(tokens) - 1 :]
             wrong = in_parts.float().log_softmax(-1) - whole.float().log_softmax(-1)
             if not wrong.abs().mean() < (0.1 if model.dtype == torch.bfloat16 else 1e-3):
                 raise ValueError(

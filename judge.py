@@ -53,7 +53,8 @@ def main():
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge)")
     args = parser.parse_args()
-    names = sorted(args.rewards.split(","), key="cer".__ne__)  # plot.py draws the first one's R
+    # CER comes first: plot.py draws the first reward's R.
+    names = sorted(args.rewards.replace(" ", "").split(","), key=lambda name: name != "cer")
     known = [name for name in REWARDS if name != "general-verifier"]  # it needs a second model
     cli.require({*names} <= {*known}, f"--rewards: expected some of {', '.join(known)}")
     device, rows = init_ranks(), []

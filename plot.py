@@ -84,7 +84,8 @@ def draw_group(group, out):
     axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=11)
     axes["W"].set_xlabel("solutions, named by the answer that each led to")
     axes["W"].set_title("D⁻¹W: the posterior, which solutions lead to the answer")
-    axes["R"].set_title("R" if "verdicts" in group else "R = D⁻¹W P")
+    with_rule = "verdicts" in group and "rewards" not in group  # judge.py's rows hold CER's R
+    axes["R"].set_title("R" if with_rule else "R = D⁻¹W P")
     question = shorten(" ".join(group["question"].split()), 90)
     reference = shorten(group["reference"], 60)
     figure.suptitle(f"step {group['step']}: {question}\na* = {reference}", fontsize=13)
@@ -138,7 +139,7 @@ def draw_curves(runs, names, out):
     reward, which sets the colour; names of the same reward get other dashes. All metrics except
     pass@1 are averaged over the last ten steps, or over all of a shorter run."""
     tables = [read_metrics(run) for run in runs]
-    window = min(10, *(table.step.max() for table in tables))
+    window = max(1, min(10, *(table.step.max() for table in tables)))
     rewards = [re.split("[,@]", name)[0] for name in dict.fromkeys(names)]
     panels = [panel for panel in PANELS if any(panel[0] in table for table in tables)]
     height = math.ceil(len(panels) / 4)

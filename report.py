@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from runtime.cli import require
 from runtime.console import is_rank_0, say
 from runtime.files import append_rows, lock, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather
@@ -152,6 +153,8 @@ def auc(right, wrong):
 
 def advice(shares, table, questions):
     """What the numbers mean for training, in a sentence."""
+    if "cer" in table.index and table["from"]["cer"] < 0.6:
+        return "cer hardly tells right from wrong here: look at samples before you train"
     if shares.right < 0.1:
         return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
     if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
@@ -183,6 +186,8 @@ class RunLog:
         self.lines = kept["metrics.jsonl"] or [{"step": first_step - 1}]
         if is_rank_0():
             self.lock = lock(out)  # the run begins: from here on the directory is its own
+            begun = not args.resume and (out / "config.json").exists()
+            require(not begun, f"{out}: another process has begun a run there")
             flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
             versions = {"torch": torch.__version__, "transformers": transformers.__version__}
             config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}

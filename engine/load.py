@@ -30,6 +30,8 @@ def load(name_or_dir, device, *checks):
     for check in checks:
         try:
             check(model, tokenizer)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # a model of another layout fails in many ways
             family = model.config.model_type
             raise InputError(f"{family} is not supported: {first_line(error)}") from error

@@ -42,7 +42,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     offload = cpu_offload or tokens_that_fit(False) < least
     tokens = tokens_that_fit(offload)
     if tokens < least:
-        smallest = min(needed(False, least), needed(True, least))
+        smallest = min(needed(way, least) for way in {cpu_offload, True})
         need = (
             f"{least} tokens in a micro-batch need about {smallest / 1e9:.3g} GB beside the actor"
         )

@@ -98,6 +98,7 @@ def check_training(policy, actor):
     family, limit = actor.config.model_type, 0.1 if actor.dtype == torch.bfloat16 else 1e-3
     same = f"{family} is not supported: its log-probabilities in training mode differ"
     require(difference < limit, f"{same} by {difference:.2g}")
+    policy.reshard()  # FSDP keeps the embeddings gathered after a forward pass
 
 
 @torch.no_grad()

@@ -38,8 +38,6 @@ def check_resumed(out, flags, free, last_step):
     changed = ", ".join(f"{name} was {was} and is {is_}" for name, was, is_ in pairs if was != is_)
     require(not changed, f"{out} cannot go on, since {changed}: keep it, or choose a new directory")
     done = max([step for step, _ in checkpoints(out)], default=0)
-    if is_rank_0():  # what a kill has left
-        shutil.rmtree(out / "checkpoints" / "partial", ignore_errors=True)
     require(done <= last_step, f"the run in {out} has {done} steps, more than {last_step}")
     say(f"resuming after step {done}")
 

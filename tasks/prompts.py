@@ -50,8 +50,8 @@ def usable_prompts(tokenizer, problems, name, most=math.inf):
     plain = [p for p in problems if not any(token in p.question for token in control)]
     sizes = [len(encode_prompt(tokenizer, p)) for p in progress("prompts", plain, unit="prompt")]
     kept = [problem for problem, size in zip(plain, sizes) if size <= most]
-    counts = f"{len(problems) - len(plain)} of {len(problems)} questions have a control token, and "
-    counts += f"{len(plain) - len(kept)} prompts more than {most} tokens"
+    counts = f"{len(problems) - len(plain)} of {len(problems)} questions have a control token"
+    counts += f", and {len(plain) - len(kept)} prompts more than {most} tokens" * (most < math.inf)
     require(kept, f"{name}: no question is left; {counts}")
     if len(kept) < len(problems):
         say(f"{name}: left out: {counts}")
