@@ -38,9 +38,7 @@ def run_script(main):
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
             raise
-        message = (
-            f"{error}: use fewer tokens at a time (in train.py --microbatch-tokens)"
-        )
+        message = f"{error}: use fewer tokens at a time (in train.py --microbatch-tokens)"
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
