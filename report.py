@@ -31,7 +31,7 @@ RARE = 1e-4  # a question without a larger reward has hardly any weight beside t
 def describe(group, R, A, record):
     """The metrics of one group. R, A [N]; record: what its reward function recorded."""
     N = len(R)
-    # P of a long reference can underflow to 0, so CER's groups are asked for its logarithm.
+    # P of a long reference can underflow to 0. CER and VeriFree record its logarithm.
     log_P = max(record.get("log_P") or [R.max().log().item()])
     stated = [answer for answer in group.answers if answer]  # an empty box is no answer
     numbers = {

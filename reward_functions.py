@@ -52,13 +52,14 @@ def rule_and_cer(groups, **models):
 def verifree(groups, *, actor, tokenizer, **_):
     """VeriFree: R_i = pi(a*|s_i, q), whatever answer was sampled. (An answer is needed only to know
     where the solution ends.) The update then teaches a* in its place (rloo.verifree_rows)."""
-    R = torch.zeros(len(groups), len(groups[0].answers))
+    R, records = torch.zeros(len(groups), len(groups[0].answers)), []
     for R_group, group in zip(R, progress("reward", groups, unit="question")):
         answered = [i for i, answer in enumerate(group.answers) if answer is not None]
         contexts = [group.prompt + group.solution(i) for i in answered]
         log_P = cer.answer_logprobs(actor, tokenizer, contexts, [group.problem.reference])[0]
         R_group[answered] = log_P.exp().cpu()
-    return R, [{} for _ in groups]
+        records.append({"log_P": log_P.tolist()})
+    return R, records
 
 
 def general_verifier(groups, *, verifier_model, **_):

@@ -34,8 +34,7 @@ def two_tables(K, F, slip, skew=0.0, S=6):
 
 def judge(reward, theta, phi, s, a, reference, M, by_std=False):
     """Samples s, a [K, B, N] and references [K, B] -> R [K, B, N], and the losses [K, B]."""
-    K, _, N = s.shape
-    S, V = phi.shape[1:]
+    (K, _, N), (S, V) = s.shape, phi.shape[1:]
     k, reference = torch.arange(K)[:, None, None], reference[..., None]  # both before [K, B, N]
     log_pi = phi.log_softmax(-1)  # of all answers after all solutions  [K, S, V]
     of_reference = log_pi.detach()[k, torch.arange(S), reference]  # log pi(a*|s)  [K, B, S]
