@@ -154,7 +154,7 @@ def auc(right, wrong):
 def advice(shares, table, questions):
     """What the numbers mean for training, in a sentence."""
     if "cer" in table.index and table["from"]["cer"] < 0.6:
-        return "cer hardly tells right from wrong here: look at samples before you train"
+        return "cer may not tell right from wrong here (see its interval): look at samples first"
     if shares.right < 0.1:
         return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
     if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:

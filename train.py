@@ -37,13 +37,16 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     require(args.questions >= world, f"--questions must be at least {world}, one per rank")
     out = choose_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
-    problems, held_out = load_problems(args.dataset, verifier=args.verifier), []
+    problems = load_problems(args.dataset, verifier=args.verifier)
+    # The tokenizer comes first, so that bad data is refused before the model is loaded.
     tokenizer = load_tokenizer(args.model) if args.model else toy_model.build_tokenizer()
-    problems, prompt = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
+    most, held_out = args.max_prompt_tokens, []
+    problems, longest_prompt = usable_prompts(tokenizer, problems, args.dataset, most)
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
         held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
-    longest_row = prompt + args.max_new_tokens + longest_reference(tokenizer, problems)
+    longest_reference = reference_tokens(tokenizer, problems)
+    longest_row = longest_prompt + args.max_new_tokens + longest_reference
     data = fingerprint(problems, held_out, tokenizer.chat_template)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
@@ -55,8 +58,9 @@ def main():
     inputs = {"actor": actor, "tokenizer": tokenizer, "M": args.m}  # of the reward functions
     if args.reward == "general-verifier":
         inputs["verifier_model"] = load(args.verifier_model, device)
-    fits = plan_memory(actor, longest_row, args.microbatch_tokens, args.cpu_offload)
-    token_budget, offload, memory = fits
+    token_budget, offload, memory = plan_memory(
+        actor, longest_row, args.microbatch_tokens, args.cpu_offload
+    )
     disk = check_disk(actor, out, args.keep)
     policy, optimizer = make_policy(model_path, offload, args.lr)
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
@@ -136,7 +140,7 @@ def evaluation(actor, tokenizer, problems, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
-def longest_reference(tokenizer, problems):
+def reference_tokens(tokenizer, problems):
     """The tokens of the longest reference, which CER and VeriFree read after a solution."""
     references = tokenizer([f"{{{problem.reference}}}" for problem in problems])["input_ids"]
     return max(map(len, references))
