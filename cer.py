@@ -285,9 +285,7 @@ def check_scoring(model, tokenizer):
             whole = logits[0, -len(tokens) - 1 :]
             wrong = in_parts.float().log_softmax(-1) - whole.float().log_softmax(-1)
             if not wrong.abs().mean() < (0.1 if model.dtype == torch.bfloat16 else 1e-3):
-                raise ValueError(
-                    "an answer scored in parts has another probability than as a whole"
-                )
+                raise ValueError("scoring an answer in parts changes its probability")
 
 
 # --------------------------------------------------------------------- Eq. 3, and M < N for Table 3

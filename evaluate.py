@@ -14,9 +14,8 @@ import torch.distributed as dist
 from engine.load import check_sampling, load
 from rollout import sample
 from runtime import cli
-from runtime.console import is_rank_0, say
-from runtime.files import append_rows, lock, write_atomically
-from runtime.ranks import all_gather, choose_directory, init_ranks, seed_everything
+from runtime.files import append_rows, write_atomically
+from runtime.ranks import all_gather, init_ranks, make_directory, seed_everything
 from tasks.data import HUB, TOY, load_problems, to_problem
 from tasks.prompts import usable_prompts
 from tasks.verifiers import VERIFIERS, is_right
@@ -73,8 +72,7 @@ def answer(model, tokenizer, question, runs, max_new_tokens, **settings):
     problems, _ = usable_prompts(tokenizer, [problem], "--ask")
     [group] = sample(model, tokenizer, problems, runs, max_new_tokens, **settings)
     for text, boxed in zip(group.texts, group.answers):
-        if is_rank_0():
-            print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")
+        print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")
 
 
 def main():
@@ -104,23 +102,21 @@ def main():
         return answer(model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling)
     names = [name.strip() for name in (args.dataset or "").split(",") if name.strip()]
     cli.require(names, "expected --dataset or --ask")
-    out = choose_directory(args.out, "eval")
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
+    out = make_directory(args.out, "eval")
     model, tokenizer = load(args.model, device, check_sampling)
     datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}
-    claim = lock(out) if is_rank_0() else None  # noqa: F841  until this process ends
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        results[name], records = evaluate(
-            model, tokenizer, problems, runs, args.max_new_tokens, args.seed, **sampling
-        )
-        if is_rank_0():  # save now, since the next data set may take hours
-            append_rows(path, [{"dataset": name} | record for record in records])
-            report = json.dumps({"flags": vars(args), "results": results}, indent=2)
-            write_atomically(out / "results.json", report + "\n")
-            say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
-    if is_rank_0():
+        how = runs, args.max_new_tokens, args.seed
+        results[name], records = evaluate(model, tokenizer, problems, *how, **sampling)
+        # Save now, since the next data set may take hours.
+        append_rows(path, [{"dataset": name} | record for record in records])
+        report = json.dumps({"flags": vars(args), "results": results}, indent=2)
+        write_atomically(out / "results.json", report + "\n")
+        cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
+    if cli.is_rank_0():
         table = pandas.DataFrame.from_dict(results, orient="index")
         print(f"pass@1 at temperature {args.temperature:g}")
         print(table.to_string(float_format="{:.3f}".format))

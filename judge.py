@@ -15,9 +15,8 @@ from report import group_record, say_judgement
 from reward_functions import REWARDS, compute_rewards
 from rollout import sample
 from runtime import cli
-from runtime.console import is_rank_0, progress
-from runtime.files import append_rows, lock
-from runtime.ranks import all_gather, choose_directory, init_ranks, seed_everything
+from runtime.files import append_rows
+from runtime.ranks import all_gather, init_ranks, make_directory, seed_everything
 from tasks.data import HUB, TOY, load_problems
 from tasks.prompts import usable_prompts
 from tasks.verifiers import VERIFIERS, is_right
@@ -59,18 +58,16 @@ def main():
     cli.require({*names} <= {*known}, f"--rewards: expected some of {', '.join(known)}")
     device, rows = init_ranks(), []
     rank, world = dist.get_rank(), dist.get_world_size()
-    out = choose_directory(args.out, "judge")
     problems = load_problems(args.dataset, args.limit, args.verifier)
+    out = make_directory(args.out, "judge")
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset)
-    claim = lock(out) if is_rank_0() else None  # noqa: F841  until this process ends
-    for start in progress("questions", range(0, len(problems), AT_ONCE * world)):
+    for start in cli.progress("questions", range(0, len(problems), AT_ONCE * world)):
         seed_everything(args.seed, "judge", start)
         mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
         rows += all_gather(judge(actor, tokenizer, mine, names, args) if mine else [])
-        if is_rank_0():
-            append_rows(out / "samples.jsonl", rows[start:])
-    if is_rank_0():
+        append_rows(out / "samples.jsonl", rows[start:])
+    if cli.is_rank_0():
         say_judgement(rows).to_json(out / "judge.json", orient="index", indent=2)
         print(f"all samples are in {out}; to draw one: python plot.py {out} --question 0")
     dist.destroy_process_group()

@@ -3,8 +3,9 @@
     python plot.py RUN --question K        # Fig. 2: where the rewards of one question come from
     python plot.py RUN [RUN ...]           # learning curves; the mean and the range of the seeds
 
-RUN is a directory that train.py wrote. --question is the index of a group in samples.jsonl; 0 is
-the first and -1 the last. Figures are SVG unless --out has another ending.
+RUN is a directory that train.py wrote, or for --question judge.py. --question is the index of a
+group in samples.jsonl; 0 is the first and -1 the last. Figures are SVG unless --out has another
+ending.
 """
 
 import math
@@ -121,76 +122,58 @@ def shorten(text, most):
 
 # --------------------------------------------------------------------------------------- the curves
 
-PANELS = [  # (name in metrics.jsonl, x axis, title)
-    ("reward", "step", "mean reward"),
-    ("pass_at_1", "step", "pass@1, held out"),
-    ("pass_at_1", "minutes", "pass@1, by minutes"),
-    ("exact_match", "step", "exact match with the reference"),
-    ("zero_advantage_groups", "step", "zero-advantage groups"),
-    ("answered", "step", "samples with an answer"),
-    ("truncated", "step", "samples that were cut off"),
-    ("entropy", "step", "entropy, nats per token"),
-]
+PANELS = {  # name in metrics.jsonl: title
+    "reward": "mean reward",
+    "pass_at_1": "pass@1, held out",
+    "exact_match": "exact match with the reference",
+    "zero_advantage_groups": "zero-advantage groups",
+    "answered": "samples with an answer",
+    "truncated": "samples that were cut off",
+    "entropy": "entropy, nats per token",
+}
 SHARES = {"pass_at_1", "zero_advantage_groups", "answered", "truncated"}
 
 
 def draw_curves(runs, names, out):
-    """Draw one panel per metric. Runs with the same name differ in the seed. A name begins with its
-    reward, which sets the colour; names of the same reward get other dashes. All metrics except
+    """Draw one panel per metric. Runs with the same name differ in the seed. All metrics except
     pass@1 are averaged over the last ten steps, or over all of a shorter run."""
-    tables = [read_metrics(run) for run in runs]
-    window = max(1, min(10, *(table.step.max() for table in tables)))
-    rewards = [re.split("[,@]", name)[0] for name in dict.fromkeys(names)]
-    panels = [panel for panel in PANELS if any(panel[0] in table for table in tables)]
+    tables = [pandas.DataFrame(read_log(run / "metrics.jsonl")).set_index("step") for run in runs]
+    window = max(1, min(10, *(table.index.max() for table in tables)))
+    panels = [key for key in PANELS if any(key in table for table in tables)]
     height = math.ceil(len(panels) / 4)
     figure = plt.figure(figsize=(13, 3.1 * height), layout="constrained")
-    for place, (key, over, title) in enumerate(panels, start=1):
+    for place, key in enumerate(panels, start=1):
         axis, smooth = figure.add_subplot(height, 4, place), 1 if key == "pass_at_1" else window
-        for number, (name, reward) in enumerate(zip(dict.fromkeys(names), rewards)):
-            dashes = ["-", "--", ":", "-."][rewards[:number].count(reward) % 4]
-            style = {"color": COLOURS.get(reward, "#56B4E9"), "linestyle": dashes}
+        for number, name in enumerate(dict.fromkeys(names)):
             seeds = [table for table, of in zip(tables, names) if of == name and key in table]
             if seeds:
-                draw_seeds(axis, seeds, key, over, smooth, label=name, **style)
+                draw_seeds(axis, seeds, key, smooth, name, COLOURS.get(name, f"C{number}"))
         # A share of .003 that filled the whole panel would look like an alarm.
         top = max(axis.dataLim.y1, 0.1 if key in SHARES else 1e-3)
-        top = 1 if key in SHARES and top > 0.5 else top
-        axis.set(title=title, ylim=(-0.02 * top, 1.04 * top))
-        axis.set_xlabel(over + (f" (mean of {window})" if smooth > 1 else " (band: 95%, or seeds)"))
-    handles = figure.axes[0].get_legend_handles_labels()
-    columns = max(1, min(6, 130 // (6 + max(map(len, names)))))
-    figure.legend(*handles, loc="outside lower center", ncols=columns)
+        axis.set(title=PANELS[key], ylim=(-0.02 * top, 1.04 * top))
+        axis.set_xlabel(f"step (mean of {window})" if smooth > 1 else "step (band: 95%, or seeds)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     save(figure, out)
 
 
-def draw_seeds(axis, tables, key, over, smooth, label, **style):
+def draw_seeds(axis, tables, key, smooth, label, color):
     """Draw the mean of the seeds at the steps that all of them have, and a band from the lowest to
     the highest. The band of a single seed is 1.96 standard errors, if they were logged."""
     curves = [table[key].astype(float).dropna() for table in tables]
     y = pandas.concat(curves, axis=1, join="inner")  # [steps, seeds]
     y = y.rolling(smooth, min_periods=min(smooth, len(y))).mean().dropna()
-    require(len(y), f"{label}: no step has a value for {key} in every seed")
-    x = pandas.concat([table[over] for table in tables], axis=1).loc[y.index].mean(axis=1)
     mean, low, high = y.mean(axis=1), y.min(axis=1), y.max(axis=1)
     if len(tables) == 1 and f"{key}_stderr" in tables[0]:
         error = 1.96 * tables[0][f"{key}_stderr"][y.index].astype(float)
         low, high = mean - error, mean + error
-    axis.plot(x, mean, label=label, marker="o" if len(mean) == 1 else None, **style)
-    axis.fill_between(x, low, high, alpha=0.2, linewidth=0, color=style["color"])
+    axis.plot(mean, label=label, marker="o" if len(mean) == 1 else None, color=color)
+    axis.fill_between(y.index, low, high, alpha=0.2, linewidth=0, color=color)
 
 
 def read_log(path):
     lines = read_rows(path, log=True)
     require(lines, f"{path} is empty: the run has no step yet")
     return lines
-
-
-def read_metrics(run):
-    """metrics.jsonl as a table indexed by step, with the minutes of training up to each step."""
-    lines = read_log(run / "metrics.jsonl")
-    seconds = [sum(line.get("seconds", {}).values()) for line in lines]
-    table = pandas.DataFrame(lines).assign(minutes=numpy.cumsum(seconds) / 60)
-    return table.set_index("step", drop=False)
 
 
 def names_of(runs):

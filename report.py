@@ -1,12 +1,9 @@
 """What a run reports: a header, one line per step, warnings and a summary; and the files that it
-writes, config.json, metrics.jsonl and samples.jsonl. Also what judge.py prints."""
+writes (see RunLog). Also what judge.py prints."""
 
 import datetime
 import json
 import math
-import os
-import shlex
-import sys
 import time
 
 import numpy
@@ -15,9 +12,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime.cli import require
-from runtime.console import is_rank_0, say
-from runtime.files import append_rows, lock, read_rows, to_jsonl, write_atomically
+from runtime.cli import is_rank_0, say
+from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
@@ -109,9 +105,7 @@ def say_judgement(rows):
     samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
     samples["verbatim"] = samples.answers == samples.reference
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
-    answered = samples[samples.answered]  # indexed by question
-    both = (answered.groupby(level=0).right.nunique() == 2).sum()
-    table = pandas.DataFrame({name: judge_reward(samples, answered, name) for name in names}).T
+    both, table = judge_rewards(samples, names)
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
     print(f"{len(rows)} questions x {len(rows[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
@@ -125,30 +119,33 @@ def say_judgement(rows):
     return table
 
 
-def judge_reward(samples, answered, name):
-    """The row of one reward in judge.py's table. The interval is a bootstrap over questions."""
-    by_question = [(group[name], group) for _, group in answered.groupby(level=0)]
-    aucs = [auc(R[group.right], R[~group.right]) for R, group in by_question]
-    aucs = numpy.array([x for x in aucs if not math.isnan(x)] or [math.nan])
-    means = numpy.random.default_rng(0).choice(aucs, (2000, len(aucs))).mean(1)
-    right, wrong = answered[name][answered.right], answered[name][~answered.right]
-    groups = samples.groupby(level=0)[name]
-    return {
-        "AUC": aucs.mean(),
-        "from": numpy.quantile(means, 0.025),
-        "to": numpy.quantile(means, 0.975),
+def judge_rewards(samples, names):
+    """-> how many questions have both right and wrong answers, and judge.py's table with a row for
+    each reward. samples: indexed by question. The interval is a bootstrap over questions."""
+    answered = samples[samples.answered]
+    right, wrong = answered[answered.right][names], answered[~answered.right][names]
+    both = sorted({*right.index} & {*wrong.index})
+    aucs = [auc(right.loc[[k]], wrong.loc[[k]]) for k in both] or [[math.nan] * len(names)]
+    means = numpy.random.default_rng(0).choice(aucs, (2000, len(aucs))).mean(1)  # [2000, names]
+    groups = samples.groupby(level=0)[names]
+    columns = {
+        "AUC": numpy.mean(aucs, axis=0),
+        "from": numpy.quantile(means, 0.025, axis=0),
+        "to": numpy.quantile(means, 0.975, axis=0),
         "mean if right": right.mean(),
         "if wrong": wrong.mean(),
         "right, nothing": (right < TINY).mean(),
         "groups, equal": (groups.nunique() == 1).sum(),
         "groups, tiny": (groups.max() < RARE).sum(),
     }
+    return len(both), pandas.DataFrame(columns, index=names)
 
 
 def auc(right, wrong):
-    """How often a right sample receives more than a wrong one of its question; ties count half."""
+    """For each reward how often a right sample of a question receives more than a wrong one; ties
+    count half. right, wrong [samples, rewards]."""
     difference = right.to_numpy()[:, None] - wrong.to_numpy()
-    return ((difference > 0) + 0.5 * (difference == 0)).mean() if difference.size else math.nan
+    return ((difference > 0) + 0.5 * (difference == 0)).mean((0, 1))
 
 
 def advice(shares, table, questions):
@@ -181,20 +178,15 @@ class RunLog:
             kept[name] = [row for row in rows if row["step"] < first_step]
         # A kill may have come between the two writes of an evaluation.
         complete = {line["step"] for line in kept["metrics.jsonl"] if "pass_at_1" in line}
-        rows = kept["evaluations.jsonl"]
-        kept["evaluations.jsonl"] = [row for row in rows if row["step"] in complete]
+        kept["evaluations.jsonl"] = [r for r in kept["evaluations.jsonl"] if r["step"] in complete]
         self.lines = kept["metrics.jsonl"] or [{"step": first_step - 1}]
-        if is_rank_0():
-            self.lock = lock(out)  # the run begins: from here on the directory is its own
-            begun = not args.resume and (out / "config.json").exists()
-            require(not begun, f"{out}: another process has begun a run there")
-            flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
-            versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-            config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
-            config = json.dumps(config | {"versions": versions}, indent=2)
-            write_atomically(out / "config.json", config + "\n")
-            for name, rows in kept.items():
-                write_atomically(out / name, to_jsonl(rows))
+        flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
+        config = json.dumps(config | {"versions": versions}, indent=2)
+        write_atomically(out / "config.json", config + "\n")
+        for name, rows in kept.items():
+            write_atomically(out / name, to_jsonl(rows))
 
     def header(self, actor, problems, memory):
         """Print the first lines of a run. memory: what memory.py says."""
@@ -218,9 +210,8 @@ class RunLog:
         numbers = {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
         self.lines[-1] |= numbers | {"eval_exact_match": summary["exact_match"]}
         step, sample = self.lines[-1]["step"], records[0]
-        if is_rank_0():
-            append_rows(self.out / "evaluations.jsonl", [{"step": step} | row for row in records])
-            write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
+        append_rows(self.out / "evaluations.jsonl", [{"step": step} | row for row in records])
+        write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
         when = f"after step {step}" if step else "before training"
         say(f"{when}  pass@1 {brief(numbers['pass_at_1'])}{plus_minus(numbers)}")
         right = "right" if sample["correct"] else f"wrong, a* is {sample['reference']}"
@@ -248,11 +239,10 @@ class RunLog:
         tokens = line["completion_tokens"] * R.shape[1] * len(described)
         line |= {"tokens_per_second": tokens / sum(self.seconds.values())}
         self.lines.append(line)
-        if is_rank_0():
-            append_rows(self.out / "questions.jsonl", largest)
-            append_rows(self.out / "metrics.jsonl", [line])
-            kept = list(zip(groups, R, records))[:GROUPS_A_STEP]
-            append_rows(self.out / "samples.jsonl", [group_record(step, *each) for each in kept])
+        append_rows(self.out / "questions.jsonl", largest)
+        append_rows(self.out / "metrics.jsonl", [line])
+        kept = list(zip(groups, R, records))[:GROUPS_A_STEP]
+        append_rows(self.out / "samples.jsonl", [group_record(step, *each) for each in kept])
 
         now = time.perf_counter()
         if step == self.first_step:
@@ -268,17 +258,14 @@ class RunLog:
 
     def stopped(self, step):
         """Print how to go on with a run that was stopped."""
-        start = "the same torchrun" if "RANK" in os.environ else "python"
-        resume = f"{start} {shlex.join([sys.argv[0], '--resume', '--out', str(self.out)])}"
-        say(f"stopped after step {step} of {self.last_step}; resume with: {resume}")
+        say(f"stopped after step {step} of {self.last_step}; go on with --resume --out {self.out}")
 
     def summary(self):
         """Print the last lines of a finished run."""
         if not is_rank_0():
             return
         print(f"{self.args.reward} on {self.args.dataset}")
-        lines = read_rows(self.out / "metrics.jsonl")
-        if tests := [line for line in lines if "pass_at_1" in line]:
+        if tests := [line for line in self.lines if "pass_at_1" in line]:
             first, last = (brief(x["pass_at_1"]) + plus_minus(x) for x in (tests[0], tests[-1]))
             rows = pandas.DataFrame(read_rows(self.out / "evaluations.jsonl"))
             by_step = rows.groupby(["index", "step"]).correct.mean().unstack()  # [questions, steps]
@@ -286,14 +273,10 @@ class RunLog:
             error = f" ± {brief(change.sem())} (SE; noise may reach 2 SE)"
             change = brief(change.mean()) + (error if len(change) > 1 else "")
             print(f"  pass@1            first {first}, last {last}, change {change}")
-        steps = pandas.DataFrame([line for line in lines if "seconds" in line])
+        steps = pandas.DataFrame([line for line in self.lines if "seconds" in line])
         largest = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
         best = largest.groupby("question", sort=False).best.max()
-        # Single steps ask different questions. So take an epoch, or a tenth of a shorter run and,
-        # if it has them, ten steps.
-        span = math.ceil(len(best) / self.args.questions)
-        if 2 * span > len(steps):
-            span = max(math.ceil(len(steps) / 10), min(10, len(steps) // 2))
+        span = min(10, math.ceil(len(steps) / 2))  # since single steps ask different questions
         for name in "reward", "exact_match", "answered":
             first, last = (brief(part[name].mean()) for part in (steps[:span], steps[-span:]))
             print(f"  {name:16}  first {first}, last {last} (mean of {span} of {len(steps)} steps)")
@@ -303,7 +286,6 @@ class RunLog:
                 print(f"    {' '.join(question.split())[-90:]}")
         minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
         print("  training minutes  " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
-        out = shlex.quote(str(self.out))
-        print(f"  model             {out}/checkpoints/step-{self.last_step}")
-        print(f"  curves            python plot.py {out}")
-        print(f"  samples           open {out}/samples.jsonl in docs/explore.html")
+        print(f"  model             {self.out}/checkpoints/step-{self.last_step}")
+        print(f"  curves            python plot.py {self.out}")
+        print(f"  samples           open {self.out}/samples.jsonl in docs/explore.html")

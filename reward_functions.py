@@ -13,8 +13,7 @@ import torch
 
 import cer
 from rloo import rloo_rows, verifree_rows
-from runtime.cli import require
-from runtime.console import progress
+from runtime.cli import progress, require
 from tasks.general_verifier import ask
 from tasks.verifiers import is_right
 

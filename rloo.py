@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from engine.tokens import batches, pad, vocabulary
-from runtime.console import progress
+from runtime.cli import progress
 
 
 def leave_one_out(R):

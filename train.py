@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import check_sampling, load, load_tokenizer
+from engine.load import check_sampling, load
 from engine.memory import check_disk, plan_memory
 from engine.policy import check_training, copy_weights, make_policy
 from evaluate import evaluate
@@ -22,9 +22,8 @@ from rloo import leave_one_out, update
 from rollout import sample
 from runtime import cli
 from runtime.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
-from runtime.cli import require
 from runtime.files import read_config
-from runtime.ranks import Stop, all_gather, choose_directory, init_ranks, seed_everything
+from runtime.ranks import Stop, all_gather, init_ranks, make_directory, seed_everything
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
 from tasks.prompts import usable_prompts
@@ -35,32 +34,28 @@ def main():
     args = parse_args()
     device = init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
-    require(args.questions >= world, f"--questions must be at least {world}, one per rank")
-    out = choose_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
-    problems = load_problems(args.dataset, verifier=args.verifier)
-    # The tokenizer comes first, so that bad data is refused before the model is loaded.
-    tokenizer = load_tokenizer(args.model) if args.model else toy_model.build_tokenizer()
-    most, held_out = args.max_prompt_tokens, []
-    problems, longest_prompt = usable_prompts(tokenizer, problems, args.dataset, most)
+    cli.require(args.questions >= world, f"--questions must be at least {world}, one per rank")
+    problems, held_out = load_problems(args.dataset, verifier=args.verifier), []
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
-        held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
-    longest_reference = reference_tokens(tokenizer, problems)
-    longest_row = longest_prompt + args.max_new_tokens + longest_reference
-    data = fingerprint(problems, held_out, tokenizer.chat_template)
-    last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
-    if args.resume:
-        check_resumed(out, vars(args) | {"data": data}, free_flags(args), last_step)
-    model_path = args.model or toy_model.make_model(out / "warm-start", longest_row, args)
+    out = make_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
+    model_path = args.model or toy_model.make_model(out / "warm-start", args)
 
     # The actor samples and scores. The policy is trained, and copied to the actor after each step.
     actor, tokenizer = load(model_path, device, check_sampling, check_scoring)
+    problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
+    if held_out:
+        held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
+    data = fingerprint(problems, held_out, tokenizer.chat_template)
+    last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
+    if args.resume:
+        check_resumed(out, vars(args) | {"data": data}, FREE, last_step)
     inputs = {"actor": actor, "tokenizer": tokenizer, "M": args.m}  # of the reward functions
     if args.reward == "general-verifier":
         inputs["verifier_model"] = load(args.verifier_model, device)
-    token_budget, offload, memory = plan_memory(
-        actor, longest_row, args.microbatch_tokens, args.cpu_offload
-    )
+    longest_row = longest + args.max_new_tokens + longest_reference(tokenizer, problems)
+    asked = args.microbatch_tokens, args.cpu_offload
+    token_budget, offload, memory = plan_memory(actor, longest_row, *asked)
     disk = check_disk(actor, out, args.keep)
     policy, optimizer = make_policy(model_path, offload, args.lr)
     first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
@@ -113,7 +108,7 @@ def main():
             break
 
     advice = f"start a new run with --model {out}/checkpoints/step-{step} --lr LOWER"
-    require(not stop.diverged, f"the gradient was not finite in the last 3 steps: {advice}")
+    cli.require(not stop.diverged, f"the gradient was not finite in the last 3 steps: {advice}")
     dist.destroy_process_group()
     if step < last_step:
         log.stopped(step)
@@ -140,13 +135,17 @@ def evaluation(actor, tokenizer, problems, args):
 # ------------------------------------------------------------------------------------------ set-up
 
 
-def reference_tokens(tokenizer, problems):
+def longest_reference(tokenizer, problems):
     """The tokens of the longest reference, which CER and VeriFree read after a solution."""
     references = tokenizer([f"{{{problem.reference}}}" for problem in problems])["input_ids"]
     return max(map(len, references))
 
 
 # -------------------------------------------------------------------------------------------- flags
+
+
+# What a resumed run may change. The other flags define the run and how it is measured.
+FREE = "out resume steps epochs microbatch_tokens cpu_offload eval_every save_every keep".split()
 
 
 def make_parser():
@@ -198,7 +197,7 @@ def parse_args():
     parser = make_parser()
     given = parser.parse_args()
     if given.resume:
-        require(given.out, "--resume needs --out, the run to resume")
+        cli.require(given.out, "--resume needs --out, the run to resume")
         parser.set_defaults(**read_config(given.out)["flags"])
     elif given.dataset == "toy" or not (given.dataset or given.model):
         parser.set_defaults(**toy_model.FLAGS)
@@ -211,16 +210,9 @@ def parse_args():
     args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples
-    require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
-    require(args.model or args.dataset == "toy", f"--dataset {args.dataset} needs --model")
+    cli.require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
+    cli.require(args.model or args.dataset == "toy", f"--dataset {args.dataset} needs --model")
     return args
-
-
-def free_flags(args):
-    """The flags that a resumed run may change. The others define the run and how it is measured."""
-    free = "out resume microbatch_tokens cpu_offload eval_every save_every keep".split()
-    # How fast a rate decays depends on the number of steps.
-    return free + (["steps", "epochs"] if args.lr_end == 1 else [])
 
 
 if __name__ == "__main__":

@@ -143,9 +143,8 @@ def run_script(command, out):
     """Run a script in a process of its own, and wait for its end."""
     log = out.with_name(f"{out.name}.log")
     with open(log, "a") as file:
-        ended = subprocess.run(
-            [sys.executable, *command.split()], cwd=ROOT, stdout=file, stderr=file
-        )
+        python = [sys.executable, *command.split()]
+        ended = subprocess.run(python, cwd=ROOT, stdout=file, stderr=file)
     cli.require(ended.returncode == 0, f"{command} failed: see {log}")
 
 

@@ -1,7 +1,6 @@
 """Load a model and its tokenizer, and check that the method's assumptions hold for it."""
 
 import functools
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from engine.sampling import sampling_config
 from engine.tokens import vocabulary
-from runtime.cli import InputError, first_line, require
-from runtime.files import checkpoints
+from runtime.cli import explain, require
 
 # A base model ends its text with one token, a chat model its turn with another. Stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
@@ -23,37 +21,22 @@ def load(name_or_dir, device, *checks):
     checks: functions of (model, tokenizer) that raise an error if the model does not do what the
     method assumes: check_sampling, and cer.check_scoring. The verifier only generates, and has
     none. Whatever they raise becomes one line that names the model's family."""
-    tokenizer = load_tokenizer(name_or_dir)
+    tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
     on_gpu = torch.device(device).type == "cuda"
     model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
     reset_generation_config(model, tokenizer)
-    for check in checks:
-        try:
+    with explain(f"{model.config.model_type} is not supported"):
+        for check in checks:
             check(model, tokenizer)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model of another layout fails in many ways
-            family = model.config.model_type
-            raise InputError(f"{family} is not supported: {first_line(error)}") from error
     return model, tokenizer
 
 
-def load_tokenizer(name_or_dir):
-    path = Path(name_or_dir)
-    require(path.is_dir() or len(path.parts) < 3, f"{path}: no such directory")
-    if saved := checkpoints(path):
-        raise InputError(f"{path} is a run, not a model; its last checkpoint is {saved[-1][1]}")
-    return from_pretrained(AutoTokenizer, name_or_dir)
-
-
-def load_model(name_or_dir, device, dtype):
+def load_model(name, device, dtype):
     """Load a Hugging Face causal language model, in eval mode."""
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
-    model, info = from_pretrained(
-        AutoModelForCausalLM, name_or_dir, output_loading_info=True, **options
-    )
+    model, info = from_pretrained(AutoModelForCausalLM, name, output_loading_info=True, **options)
     lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-    require(not lost, f"the model {name_or_dir} lacks {len(lost)} weights, such as {lost[:2]}")
+    require(not lost, f"the model {name} lacks {len(lost)} weights, such as {lost[:2]}")
     model = model.to(device).eval()
     model.set_attn_implementation("sdpa")  # a config's `_attn_implementation` overrides the option
     fuse_norms(model)
@@ -76,12 +59,9 @@ def rms_norm(norm, x):
 
 
 def from_pretrained(auto_class, name_or_dir, **options):
-    try:
+    expected = "an id on the hub, or a directory such as RUN/checkpoints/step-K"
+    with explain(f"cannot load the model {name_or_dir}, expected {expected}"):
         return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
-    except Exception as error:  # the library raises errors of many types for broken files
-        expected = "expected an id on the hub, or a directory with safetensors and tokenizer.json"
-        problem = f"cannot load the model {name_or_dir} ({first_line(error)}): {expected}"
-        raise InputError(problem) from error
 
 
 def reset_generation_config(model, tokenizer):

@@ -1,6 +1,7 @@
 """Decide how the policy fits into memory beside the actor, and whether the disk is large enough."""
 
 import bisect
+import functools
 import os
 import shutil
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import InputError, require
-from runtime.files import checkpoints, existing
+from runtime.files import checkpoints
 from runtime.ranks import all_gather
 
 MOST_TOKENS = {"cuda": 16384, "cpu": 4096}  # per micro-batch; a CPU gains nothing from more
@@ -17,7 +18,8 @@ MOST_TOKENS = {"cuda": 16384, "cpu": 4096}  # per micro-batch; a CPU gains nothi
 
 def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     """Decide how to fit the policy beside the actor -> (tokens in a micro-batch, whether to offload
-    to the CPU, a line for the log). longest_row: most tokens of a prompt and its completion.
+    to the CPU, a line for the log). longest_row: most tokens of a prompt, its completion and the
+    reference.
 
     On a GPU a micro-batch holds as many tokens as fit, at least one row. If one row, or the
     micro-batch that microbatch_tokens asks for, does not fit, the policy and Adam move to CPU
@@ -30,29 +32,21 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
     if not on_gpu:
         return most, cpu_offload, f"memory: {most:,} tokens in a micro-batch"
-    least = most if microbatch_tokens else longest_row
-    free, ranks = 0.97 * min(all_gather([torch.cuda.mem_get_info()[0]])), dist.get_world_size()
-
-    def needed(offload, tokens):
-        return memory_needed(actor, offload, ranks, tokens)
-
-    def tokens_that_fit(offload):  # the memory grows with the tokens
-        return bisect.bisect(range(most + 1), free, key=lambda n: needed(offload, n)) - 1
-
-    offload = cpu_offload or tokens_that_fit(False) < least
-    tokens = tokens_that_fit(offload)
-    if tokens < least:
-        smallest = min(needed(way, least) for way in {cpu_offload, True})
-        need = (
-            f"{least} tokens in a micro-batch need about {smallest / 1e9:.3g} GB beside the actor"
-        )
+    least, ranks = most if microbatch_tokens else longest_row, dist.get_world_size()
+    free = 0.97 * min(all_gather([torch.cuda.mem_get_info()[0]]))
+    for offload in sorted({cpu_offload, True}):
+        needed = functools.partial(memory_needed, actor, offload, ranks)  # grows with the tokens
+        tokens = bisect.bisect(range(most + 1), free, key=needed) - 1
+        if tokens >= least:
+            break
+    else:
+        need = f"{least} tokens in a micro-batch need about {needed(least) / 1e9:.3g} GB"
         helps = "use more GPUs (torchrun), shorter rows or a smaller model"
-        raise InputError(f"{need}, and {free / 1e9:.3g} GB are free: {helps}")
-    line = f"memory: {tokens:,} tokens in a micro-batch, about {needed(offload, tokens) / 1e9:.3g} "
+        raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: {helps}")
+    line = f"memory: {tokens:,} tokens in a micro-batch, about {needed(tokens) / 1e9:.3g} "
     line += f"of {free / 1e9:.3g} GB beside the actor"
     if offload:
         line += "; policy and Adam in CPU memory"
-        line += "" if cpu_offload else ", since they do not fit on the GPU"
         check_host(actor)
     return tokens, offload, line
 
@@ -90,7 +84,7 @@ def check_disk(actor, out, keep):
     more = max(1, keep + 1 - len(checkpoints(out)))  # than there are now; the oldest goes last
     parameters = sum(p.numel() for p in actor.parameters())
     size = more * (12 + actor.dtype.itemsize) * parameters / 1e9  # fp32 weights, Adam, the actor
-    free = shutil.disk_usage(existing(out)).free / 1e9
+    free = shutil.disk_usage(out).free / 1e9
     line = f"disk: {more} more checkpoints would take {size:.3g} of {free:.3g} GB"
     require(size < free, f"--out {out}: {line}: use a smaller --keep")
     return line

@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor, StaticCache
 
 from engine.tokens import batches, pad
-from runtime.console import progress, say
+from runtime.cli import progress
 
 
 def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
@@ -51,8 +51,6 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     """
     positions = getattr(model.config, "max_position_embeddings", None) or math.inf
     rooms = [max(1, min(max_new_tokens, positions - len(prompt))) for prompt in prompts]
-    if short := sum(room < max_new_tokens for room in rooms):
-        say(f"the model has {positions} positions: {short} samples get less than {max_new_tokens}")
     rows = [Row(prompt, room) for prompt, room in zip(prompts, rooms)]
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
     bar = progress(name, unit=" tokens", unit_scale=True)

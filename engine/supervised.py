@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from engine.tokens import pad
-from runtime.console import say
+from runtime.cli import say
 
 
 def supervise(model, demonstrations, steps, batch, lr, stop):

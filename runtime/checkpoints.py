@@ -8,15 +8,11 @@ from hashlib import sha256
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from runtime.cli import InputError, require
-from runtime.console import is_rank_0, say
+from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import checkpoints, read_config
 
 TENSORS_IN_A_FILE = 32
@@ -68,15 +64,14 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     try:
         state = training_state(policy, optimizer)
         file_of = {name: 1 + number // TENSORS_IN_A_FILE for number, name in enumerate(state)}
-        writer = HuggingFaceStorageWriter(str(partial / "training"), file_of, save_distributed=True)
+        folder = str(partial / "training")
+        writer = hf_storage.HuggingFaceStorageWriter(folder, file_of, save_distributed=True)
         dcp.save(state, storage_writer=writer)
         if is_rank_0():
             actor.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
-        if is_rank_0():
-            shutil.rmtree(partial, ignore_errors=True)
         last = ["none", *(path.name for _, path in checkpoints(out))][-1]
         problem = f"cannot save {directory} ({reason(error)})"
         raise InputError(f"{problem}; the last complete checkpoint is {last}") from error
@@ -98,7 +93,7 @@ def load_checkpoint(out, policy, optimizer):
     step, directory = checkpoints(out)[-1]
     state = training_state(policy, optimizer)
     try:
-        reader = HuggingFaceStorageReader(str(directory / "training"))
+        reader = hf_storage.HuggingFaceStorageReader(str(directory / "training"))
         saved = reader.read_metadata().state_dict_metadata
         for name, tensor in state.items():  # dcp.load would leave what is missing as it is
             chunks = saved[name].chunks if name in saved else []

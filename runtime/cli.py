@@ -1,10 +1,14 @@
-"""The command line of the scripts: errors and flags. Does not import torch."""
+"""What passes between a script and its user: errors and flags, lines and progress bars. Does not
+import torch."""
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
 from pathlib import Path
+
+from tqdm import tqdm
 
 # ------------------------------------------------------------------------------------ what is wrong
 
@@ -19,8 +23,26 @@ def require(condition, message):
         raise InputError(message)
 
 
-def first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextlib.contextmanager
+def explain(problem):
+    """Make an InputError of whatever is raised in this block, since libraries raise errors of many
+    types: one line with the problem, and in brackets what the error says. A GPU that is out of
+    memory stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise InputError(f"{problem} ({message_of(error)})") from error
+
+
+def out_of_memory(error):
+    return type(error).__name__ == "OutOfMemoryError"  # torch's, which this file does not import
+
+
+def message_of(error):
+    """The first two lines of what an error says, as one; its type if it says nothing."""
+    return " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
 
 
 def run_script(main):
@@ -28,17 +50,19 @@ def run_script(main):
     be used and a GPU out of memory become one line on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
+    if not is_rank_0():
+        logging.disable(logging.WARNING)
     try:
         sys.exit(main())
     except BrokenPipeError:  # the reader of our output is gone, as under `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except (InputError, OSError) as error:
+    except (InputError, OSError, RuntimeError) as error:
         message = str(error)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which this file does not import
+        if out_of_memory(error):
+            message += ": use fewer tokens at a time (in train.py --microbatch-tokens)"
+        elif isinstance(error, RuntimeError):
             raise
-        message = f"{error}: use fewer tokens at a time (in train.py --microbatch-tokens)"
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -68,9 +92,30 @@ def number(kind, low, high=float("inf")):
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
-            allowed = f"at least {low}" if high == float("inf") else f"{low} to {high}"
-            raise argparse.ArgumentTypeError(f"expected {allowed}, got {text}")
+            raise argparse.ArgumentTypeError(f"expected {low} to {high}, got {text}")
         return value
 
     parse.__name__ = kind.__name__  # for argparse's message when the text is not a number
     return parse
+
+
+# ------------------------------------------------------------------------------ lines and bars
+
+
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text):
+    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints."""
+    # Nothing is lost if the log's reader is gone, or if a signal's line interrupts another line.
+    with contextlib.suppress(OSError, RuntimeError):
+        if is_rank_0():
+            tqdm.write(text, file=sys.stderr)
+
+
+def progress(name, iterable=None, **options):
+    """tqdm's bar for one part of a step, on rank 0. On a terminal it appears after ten seconds. In
+    a log it is written once a minute."""
+    pace = {"delay": 10} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60, "miniters": 1}
+    return tqdm(iterable, name, leave=False, disable=not is_rank_0(), **pace, **options)

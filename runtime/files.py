@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from runtime.cli import InputError, first_line, require
+from runtime.cli import InputError, explain, is_rank_0, message_of, require
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
@@ -34,7 +34,7 @@ def read_rows(path, log=False):
             rows.append(dict(**row))  # only an object has names for its columns
     except (ValueError, TypeError, OSError, RuntimeError) as error:  # too deep a nesting, too
         problem = f"{path}, row {len(rows) + 1}: expected objects with named columns"
-        raise InputError(f"{problem} ({first_line(error)})") from error
+        raise InputError(f"{problem} ({message_of(error)})") from error
     return rows
 
 
@@ -52,15 +52,19 @@ def table_rows(table):
 
 
 def write_atomically(path, text):
-    """Write beside path, then rename. A killed process leaves the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    """Write beside path, then rename. A killed process leaves the old file or the new one. Only
+    rank 0 writes."""
+    if is_rank_0():
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text)
+        os.replace(partial, path)
 
 
 def append_rows(path, rows):
-    with open(path, "a") as file:
-        file.write(to_jsonl(rows))
+    """Append rows as lines of JSON. Only rank 0 writes."""
+    if is_rank_0():
+        with open(path, "a") as file:
+            file.write(to_jsonl(rows))
 
 
 def to_jsonl(rows):
@@ -68,11 +72,6 @@ def to_jsonl(rows):
     reading them back is the simplest way to find them and make them null."""
     finite = [json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows]
     return "".join(json.dumps(row) + "\n" for row in finite)
-
-
-def existing(path):
-    """The path, or its nearest parent that exists."""
-    return next(there for there in [path, *path.absolute().parents] if there.exists())
 
 
 def lock(directory):
@@ -89,15 +88,11 @@ def lock(directory):
 
 def read_config(run):
     """config.json of a run, with its flags by name in "flags"."""
-    require(Path(run).is_dir(), f"{run}: no such directory")
     config = Path(run) / "config.json"
     require(config.is_file(), f"{run} is not a run: it has no config.json")
-    try:
+    with explain(f"{config}: expected an object with flags"):
         content = json.loads(config.read_text())
         return content | {"flags": dict(content["flags"])}
-    except (ValueError, TypeError, KeyError) as error:
-        problem = f"{config}: expected an object with flags"
-        raise InputError(f"{problem} ({first_line(error)})") from error
 
 
 def checkpoints(run):

@@ -2,7 +2,6 @@
 
 import atexit
 import datetime
-import logging
 import math
 import os
 import random
@@ -14,9 +13,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime.cli import require
-from runtime.console import is_rank_0, say
-from runtime.files import existing, lock
+from runtime.cli import is_rank_0, require, say
+from runtime.files import lock
 
 
 def init_ranks():
@@ -38,8 +36,6 @@ def init_ranks():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         # Without this, a script that ends early is sometimes aborted by its threads.
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    if dist.get_rank() > 0:  # only rank 0 warns
-        logging.disable(logging.WARNING)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
@@ -50,18 +46,19 @@ def all_gather(part):
     return [item for part in parts for item in part]
 
 
-def choose_directory(out, name, resume=False):
-    """--out, or runs/TIME-NAME-PID -> its path, the same on all ranks. Raises InputError if it
-    cannot be used. It is made and locked (runtime.files.lock) where the run begins, so a refused
-    attempt leaves nothing behind. Unless a run is resumed it must be empty."""
+LOCKS = []  # open until this process ends
+
+
+def make_directory(out, name, resume=False):
+    """Make and lock --out, or runs/TIME-NAME-PID -> its path, the same on all ranks. Raises
+    InputError if another process uses it, or if it is not empty, unless a run is resumed. What is
+    refused later leaves only the lock in it, and it counts as empty."""
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     out = Path(all_gather([out or default])[0]).expanduser()
     if is_rank_0():
-        require(existing(out).is_dir(), f"--out {out}: {existing(out)} is not a directory")
-        if (out / "lock").exists():
-            lock(out).close()  # refuses if another process holds it
         used = {path.name for path in out.glob("*")} - {"lock", "warm-start", "config.json.partial"}
         require(resume or not used, f"--out {out} is not empty: use another or (train.py) --resume")
+        LOCKS.append(lock(out))
     dist.barrier()
     return out
 

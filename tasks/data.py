@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.tokens import split_answer
-from runtime.cli import InputError, require
-from runtime.console import say
+from runtime.cli import InputError, explain, require, say
 from runtime.files import FORMATS, read_rows, table_rows
 from tasks import toy
 from tasks.verifiers import VERIFIERS
@@ -48,17 +47,15 @@ def load_problems(name_or_path, limit=None, verifier=None):
 
     Columns: `question` or `problem`; `answer`, or `solution` with a box; `options` for multiple
     choice, whose answer is a letter (in `answer_letter`, if the row has it); `verifier`, a name in
-    VERIFIERS. Rows that name no verifier get the one given, or "math" from the hub and "text" from
-    a file. Rows without a usable question and reference are left out and counted. Raises InputError
-    if a row names an unknown verifier, or if no row is left.
+    VERIFIERS. Rows that name no verifier get "letter" if they have options, else the one given, or
+    "math" from the hub and "text" from a file. Rows without a usable question, reference and
+    verifier are left out and counted. Raises InputError if no row is left.
     """
     name = str(name_or_path)
     rows, default = load_rows(name, verifier)
     require(rows, f"{name} has no rows")
     problems, left_out = [], collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
-        named, known = row.get("verifier") or default, [*VERIFIERS]
-        require(named in known, f"{name}, row {number}: no verifier {named!r}, only {known}")
         try:
             problems.append(to_problem(row, default))
         except InputError as reason:
@@ -99,11 +96,8 @@ def load_rows(name, verifier):
 def hub_rows(path, config, split):
     import datasets
 
-    try:
+    with explain(f"cannot load {path} from the Hugging Face hub"):
         rows = datasets.load_dataset(path, config, split=split or "train")
-    except Exception as error:  # the library raises errors of many types
-        says = " ".join(str(error).splitlines()[:2]) or repr(error)  # line 2 may list the configs
-        raise InputError(f"cannot load {path} from the Hugging Face hub ({says})") from error
     return table_rows(rows.with_format("arrow")[:])
 
 
@@ -123,7 +117,9 @@ def to_problem(row, verifier):
         question, verifier = with_options(question, options, reference), "letter"
     # These are valid in JSON, but not in UTF-8, and no tokenizer takes them.
     require(not re.search("[\ud800-\udfff]", question + reference), "a lone surrogate in the text")
-    return Problem(question, reference, row.get("verifier") or verifier)
+    verifier = row.get("verifier") or verifier
+    require(verifier in [*VERIFIERS], f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
+    return Problem(question, reference, verifier)
 
 
 def find_reference(row):

@@ -25,10 +25,7 @@ def ask(verifier_model, pairs):
     """(problem, answer) pairs -> whether each is right, by greedy decoding. verifier_model: (model,
     tokenizer)."""
     model, tokenizer = verifier_model
-    texts = [
-        VERIFIER_PROMPT.format(question=p.question, reference=p.reference, answer=answer)
-        for p, answer in pairs
-    ]
+    texts = [VERIFIER_PROMPT.format(answer=answer, **vars(problem)) for problem, answer in pairs]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
     return [accepts(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]

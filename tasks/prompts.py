@@ -3,8 +3,7 @@
 import math
 
 from engine.tokens import vocabulary
-from runtime.cli import InputError, first_line, require
-from runtime.console import progress, say
+from runtime.cli import explain, progress, require, say
 
 # The wording of the paper's authors, from their code (the paper does not give it).
 SYSTEM = "You are a helpful assistant."
@@ -26,10 +25,8 @@ def encode_prompt(tokenizer, problem):
     if not tokenizer.chat_template:
         return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
     options = {"add_generation_prompt": True, "return_dict": False}
-    try:
+    with explain("the chat template fails"):  # it is a program
         prompt = tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # a template is a program, and fails in many ways
-        raise InputError(f"the chat template fails ({first_line(error)})") from error
     # Compared as bytes without white space, after what the tokenizer normalises.
     vocab = vocabulary(tokenizer)
     question, whole = (vocab.join(ids).split() for ids in (vocab.encode(problem.question), prompt))
@@ -41,11 +38,7 @@ def encode_prompt(tokenizer, problem):
 def usable_prompts(tokenizer, problems, name, most=math.inf):
     """Leave out questions that hold a control token, and prompts of more than `most` tokens ->
     (problems, tokens of the longest prompt). name: of the data set, for the messages. InputError if
-    no question is left, or if the tokenizer is not supported."""
-    try:
-        vocabulary(tokenizer)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    no question is left."""
     control = tokenizer.all_special_tokens
     plain = [p for p in problems if not any(token in p.question for token in control)]
     sizes = [len(encode_prompt(tokenizer, p)) for p in progress("prompts", plain, unit="prompt")]

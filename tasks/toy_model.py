@@ -15,9 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engine.supervised import supervise
-from runtime.cli import require
-from runtime.console import is_rank_0
-from runtime.files import lock
+from runtime.cli import is_rank_0
 from tasks import toy
 
 # What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
@@ -36,7 +34,6 @@ FLAGS = {
     "eval_top_k": 0,
 }
 LEARNING_RATE = {"lr": 6e-4, "lr_end": 0.1}
-POSITIONS = 128  # tokens of a prompt and its completion, at most
 
 # This chat template keeps the last message up to the request for a box, which is the question.
 CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\nPlease reason')[0] + '\n' }}"
@@ -75,7 +72,7 @@ def build_model(tokenizer):
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=16,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=128,
         vocab_size=len(tokenizer),
         tie_word_embeddings=True,
         initializer_range=0.06,
@@ -86,13 +83,11 @@ def build_model(tokenizer):
     return Qwen3ForCausalLM(config)
 
 
-def make_model(directory, longest_row, args):
+def make_model(directory, args):
     """Make the toy's own model for a run, unless the run is resumed -> the directory."""
-    require(longest_row <= POSITIONS, f"--max-new-tokens: the toy model has {POSITIONS} positions")
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     if is_rank_0() and not args.resume:
-        with lock(directory.parent):  # against another process with the same --out
-            warm_start(directory, args.seed)
+        warm_start(directory, args.seed)
     dist.barrier()
     return str(directory)
 

@@ -13,8 +13,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
-from runtime.cli import first_line, require
-from runtime.console import say
+from runtime.cli import message_of, require, say
 from tasks import toy
 
 # math-verify with the settings of the paper's authors. Its time limit is 5 seconds.
@@ -87,7 +86,7 @@ def is_right(problem, answer):
     except Exception as error:  # one answer must not end a run
         if name not in FAILED:
             where = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
-            say(f"the verifier {name!r} fails on {where}: {first_line(error)}")
+            say(f"the verifier {name!r} fails on {where}: {message_of(error)}")
         FAILED.add(name)
         return False
     require(isinstance(right, bool), f"the verifier {name!r} must return a bool, not {right!r:.80}")

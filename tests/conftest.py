@@ -1,4 +1,3 @@
-import gc
 import io
 import os
 import shutil
@@ -80,10 +79,9 @@ def run_script(module, arguments, *more):
             cli.run_script(module.main)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    code = stop.value.code or 0
-    del stop
-    gc.collect()  # what the end of a process closes, such as the lock of a run
-    return code, out.getvalue(), err.getvalue()
+    while ranks.LOCKS:  # the end of a process closes them
+        ranks.LOCKS.pop().close()
+    return stop.value.code or 0, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture

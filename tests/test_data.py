@@ -74,18 +74,16 @@ def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     bad += [{"question": "q", "solution": s} for s in (r"\boxed{}", r"\boxed 2")]
     options = ["x"], "xy", {"A": "x"}, ["x"] * 27, ["x", "\ud800"], ["x", None], ["x", 1e999]
     bad += [good | {"options": o, "answer": "B"} for o in options]
-    bad += [good | {"options": ["x", "y"], "answer": "AB"}]
+    bad += [good | {"options": ["x", "y"], "answer": "AB"}, good | {"verifier": "maths"}]
     # The limit counts usable rows.
     assert load_rows([*bad, good, good, good], limit=2) == [Problem("q", "14", "text")] * 2
     said = capsys.readouterr().err
     assert "is a list: only one spelling" in said
     rows = {"braces": "1, 9", "box": "2, 3, 5", "given": "4", "text": "13, 20"}
     rows |= {"problem": "10, 11, 12", "option": "16, 23", "options": "17, 18, 19"}
-    said = re.findall(r"(\w+)\W* \((\d+) of 26: rows \[(.*)\]", said)
-    assert {what: first for what, _, first in said} == rows | {"number": "21, 22"}
+    said = re.findall(r"(\w+)\W* \((\d+) of 27: rows \[(.*)\]", said)
+    assert {what: first for what, _, first in said} == rows | {"number": "21, 22", "truth": "24"}
     assert sum(int(count) for _, count, _ in said) == len(bad)
-    with pytest.raises(InputError, match=r"rows.jsonl, row 2: no verifier \['math'\], only"):
-        load_rows([good, good | {"verifier": ["math"]}])
 
 
 def test_the_verifier_of_a_row_comes_first(load_rows, capsys):
@@ -143,14 +141,6 @@ def test_a_verifier_of_ones_own(monkeypatch, capsys):
 
 
 # ------------------------------------------------------------------------------------------ the toy
-
-
-def test_the_toys_problems():
-    train, test = load_problems("toy"), load_problems("toy-test")
-    assert len(train) == 2000 and len(test) == 200 and train == load_problems("toy")
-    assert not {p.question for p in train} & {p.question for p in test}
-    for form in "it is", "in total", "eggs", "14", "fourteen":  # references come in all forms
-        assert any(form in problem.reference for problem in train)
 
 
 def test_the_toys_ground_truth_reads_every_form():

@@ -12,11 +12,7 @@ from gpu import QWEN3_4B
 from one_file import log_pi, log_probs
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 import rollout
 from cer import answer_logprobs, check_scoring
@@ -158,16 +154,11 @@ def test_samples_follow_the_models_distribution(loaded, settings):
 
 def test_a_group_says_what_was_sampled(toy_model_dir, monkeypatch):
     model, tokenizer = load.load(toy_model_dir, "cpu")
-    [problem, other], answered, made = data.load_problems("toy-test", 2), 0, []
-
-    def recorded(*inputs):
-        made.extend(generate(*inputs))
-        return made
-
-    monkeypatch.setattr(rollout, "generate", recorded)
+    [problem, other], answered = data.load_problems("toy-test", 2), 0
+    made = generate(model, [encode_prompt(tokenizer, p) for p in (problem, other)] * 24, 18)
+    monkeypatch.setattr(rollout, "generate", lambda *inputs: made)
     group, second = sample(model, tokenizer, [problem, other], 24, 18)
-    assert made[0] == group.completions + second.completions
-    assert made[1] == group.entropies + second.entropies
+    assert made == (group.completions + second.completions, group.entropies + second.entropies)
     assert group.problem is problem and group.prompt == encode_prompt(tokenizer, problem)
     for i, ids in enumerate(group.completions):
         assert group.truncated[i] == (tokenizer.eos_token_id not in ids)
@@ -177,14 +168,13 @@ def test_a_group_says_what_was_sampled(toy_model_dir, monkeypatch):
     assert 0 < answered < 24  # 18 tokens are too few for some
 
 
-def test_one_long_prompt_shortens_no_other_sample(tokenizer, capsys):
+def test_one_long_prompt_shortens_no_other_sample(tokenizer):
     model = tiny_model(len(tokenizer), max_position_embeddings=64)
     load.reset_generation_config(model, tokenizer)
     model.generation_config.eos_token_id = [tokenizer.pad_token_id]  # hardly ever sampled
     prompts = [[9] * 4, [9] * 60, [9] * 70]
     lengths = [len(ids) for ids in generate(model, prompts, 16, temperature=0)[0]]
     assert lengths == [16, 4, 1]
-    assert "the model has 64 positions: 2 samples get less than" in capsys.readouterr().err
 
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -195,10 +185,9 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
     number, letter = data.Problem("How many?", "14"), data.Problem("Which?\nA: x", "A", "letter")
     for problem in number, letter:  # with the options of a multiple choice
         assert tokenizer.decode(encode_prompt(tokenizer, problem)) == f"{problem.question}\n"
-    assert qwen_tokenizer.decode(encode_prompt(qwen_tokenizer, letter)) == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        f"<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    of_system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    expected = f"{of_system}<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
+    assert qwen_tokenizer.decode(encode_prompt(qwen_tokenizer, letter)) == expected
     plain = toy_model.build_tokenizer()
     plain.chat_template = None
     words = data.Problem("How many?", "14", "text")
@@ -211,8 +200,6 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
 TEMPLATES = {  # a question of two lines keeps its text, whatever becomes of the white space
     "{{ messages[-1].content | replace('\n', ' ') }}": None,
     "{{ messages[0].content }}": "drops the question 'How many",
-    "{% for part in messages[-1].content %}{{ part.text }}{% endfor %}": "drops the question",
-    "": "drops the question",
     "{{ raise_exception('no system message') }}": r"template fails \(no system message\)",
     "{{ 1 + 'one' }}": r"template fails \(unsupported operand",
 }
@@ -221,7 +208,7 @@ TEMPLATES = {  # a question of two lines keeps its text, whatever becomes of the
 @pytest.mark.parametrize("template, says", TEMPLATES.items())
 def test_a_chat_template_that_loses_the_question_is_refused(template, says):
     tokenizer, problem = toy_model.build_tokenizer(), data.Problem("How many\n eggs?", "14")
-    tokenizer.chat_template = template or "{# nothing #}"
+    tokenizer.chat_template = template
     if says:
         with pytest.raises(InputError, match=says):
             encode_prompt(tokenizer, problem)
@@ -234,23 +221,16 @@ def test_a_chat_template_that_loses_the_question_is_refused(template, says):
 
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 EXPERTS |= dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4)
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
-LATENT |= dict(n_group=1, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4)
-NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 FAMILIES = [  # family, settings, why it is refused
     ("olmo2", {}, None),
     ("mixtral", EXPERTS, None),
-    ("deepseek_v3", EXPERTS | LATENT, None),
     ("mixtral", EXPERTS | {"router_jitter_noise": 0.1}, "router noise must be 0"),
-    ("phimoe", EXPERTS, "router noise must be 0"),
     ("granite", {"logits_scaling": 1.05}, "its logits are not lm_head of"),
     ("nanochat", {}, "its logits are not lm_head of"),  # a soft cap
-    ("minimax", EXPERTS, "crop"),
     ("qwen3_next", EXPERTS, "Linear"),
-    ("jamba", EXPERTS, "Linear"),
     ("mistral", {"sliding_window": 8}, "it needs full attention in all layers"),
-    ("bert", NO_DROPOUT | {"is_decoder": True}, "not laid out as Llama"),
+    ("gpt2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, "not laid out as Llama"),
     ("qwen3", {"attention_dropout": 0.1}, "dropout and router noise must be 0"),
     ("qwen3", {"rope_parameters": DYNAMIC}, "dynamic RoPE depends on a batch's longest row"),
     ("qwen3", {"vocab_size": 50}, "more than the model has embeddings"),
@@ -262,7 +242,7 @@ def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, setti
     model = tiny_model(len(tokenizer), **{"family": family, "initializer_range": 0.2} | settings)
     save(tmp_path, model, tokenizer, eos_token_id=tokenizer.eos_token_id)
     if says:
-        with pytest.raises(InputError, match=f"^{family} is not supported: .*{says}"):
+        with pytest.raises(InputError, match=f"^{family} is not supported .*{says}"):
             load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
         return
     actor, _ = load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
@@ -282,12 +262,11 @@ def test_noise_in_training_mode_is_refused(tokenizer, tmp_path):
         policy.check_training(trained, actor)
 
 
-OFFLOADED = "16,384 tokens .*; policy and Adam in CPU memory, since they do not fit on the GPU"
 PLANS = [  # GB of the card, ranks, flags -> the line of the log, or what is refused
     (83, 1, {}, "memory: 9,827 tokens"),
-    (24, 1, {}, "6144 tokens .* about 22.9 GB .* and .* GB are free: use more GPUs"),
+    (24, 1, {}, "6144 tokens .* about 22.9 GB .* and 15.5 are free: use more GPUs"),
     (141, 1, dict(cpu_offload=True), "16,384 tokens .*; policy and Adam in CPU memory$"),
-    (83, 1, dict(microbatch_tokens=16_384), OFFLOADED),
+    (83, 1, dict(microbatch_tokens=16_384), "16,384 tokens .*; policy and Adam in CPU memory"),
     (34, 1, dict(microbatch_tokens=16_384), "16384 tokens in a micro-batch need"),
 ]
 

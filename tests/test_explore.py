@@ -28,13 +28,13 @@ TOOLS = """const found = [], drawn = (ms = 99) => new Promise(done => setTimeout
     const text = id => $(id).textContent, open = (...lines) => openRun(new File(lines, "f"));"""
 
 
-def in_browser(folder, steps, flags="--force-prefers-reduced-motion"):
+def in_browser(folder, steps):
     """Run JavaScript at the end of the page -> what it returns. No error may come before that."""
     probe = f"<script>(async () => {{ {TOOLS} {steps} return found; }})()"
     probe += ".then(x => `RESULT${JSON.stringify(x)}END`, String).then(console.log);"
     (folder / "page.html").write_text(PAGE.read_text().replace("</html>", f"{probe}</script>"))
     command = f"timeout 120 {BROWSER} --headless --no-sandbox --disable-gpu --enable-logging=stderr"
-    command += f" {flags} --user-data-dir={folder}/browser {folder}/page.html"
+    command += f" --force-prefers-reduced-motion --user-data-dir={folder} {folder}/page.html"
     with subprocess.Popen(command.split(), stderr=subprocess.PIPE, text=True) as browser:
         said = next((line for line in browser.stderr if "CONSOLE" in line), "nothing")
         browser.terminate()
@@ -137,18 +137,13 @@ def test_a_walk_through_the_steps(tmp_path):
         assert seen[M]["words"][2].endswith(f"± {sd} (SD)")
 
 
-def test_learning_and_motion(tmp_path):
-    """What the settings say. And nothing moves before it is seen, or after it has arrived."""
-    steps = """await go("gather");
-        check("slices move", document.getAnimations().some(move => !move.transitionProperty));
-        await drawn(4500);
-        check("they have arrived", document.getAnimations().length, 0);
-        check("nothing learns yet", text("result"), "");
-        for (const setting of Object.keys(SETTINGS)) {
+def test_learning(tmp_path):
+    """What the settings say."""
+    steps = """for (const setting of Object.keys(SETTINGS)) {
           await learn(setting);
           found.push([...text("result").matchAll(/(\\d+) steps/g)].map(([, n]) => +n));
         }"""
-    ratios = [ours / exact for ours, exact in in_browser(tmp_path, steps, flags="")]
+    ratios = [ours / exact for ours, exact in in_browser(tmp_path, steps)]
     assert ratios == pytest.approx([0.6, 1, 1, 1, 0.45, 1.7], rel=0.15)
 
 
@@ -167,9 +162,6 @@ def test_the_files_of_a_run(tmp_path, finished_run):
     run = group(1, [0.4, 0, 0.1, 0.4], **matrices)
     run += group(2, [0.5] * 4, verdicts=["right", None, "wrong", "<img src>"], **matrices)
     hostile = [group(1, [0.5] * 3), "null\n", '{"text": {}}\n', group(1, [0] * 4, log_W=[[9]])]
-    many = {"answers": ["14"], "texts": ["14"], "truncated": [False], "columns": [0], "log_P": [-2]}
-    many = {name: value * 512 for name, value in many.items()} | {"log_W": [[-1] * 512] * 2}
-    many = group(1, [0.1] * 512, **matrices | many)
     files = [(finished_run / f"{name}.jsonl").read_text() for name in ("samples", "evaluations")]
     steps = f"""check("a real group", groups.length === 1 && $("run-behind").children.length > 5);
         await open({json.dumps(run)} + "\\n  \\n{{");
@@ -184,9 +176,6 @@ def test_the_files_of_a_run(tmp_path, finished_run):
           await open(line);
           check(line, $("run").hidden && text("opened").startsWith("f is no samples.jsonl: line"));
         }}
-        const start = performance.now();
-        await open({json.dumps(many)});
-        check("512 samples", performance.now() - start < 3000 && text("opened") === "f: 1 group.");
         await open(...range(70).map(() => "x".repeat(1e6)), {json.dumps(run)});
         check("70 MB", text("opened").endsWith("Only its first 64 MB were read."));
         for (const file of {json.dumps(files)}) {{

@@ -50,15 +50,3 @@ def test_the_update_takes_the_gradient_of_one_file(sampled, toy_model_dir, budge
     fast_loss, fast = gradient_of_update(trained, rows, budget)
     assert fast_loss == pytest.approx(loss.item(), rel=1e-5)
     assert (fast - slow).norm() < 1e-5 * slow.norm()
-
-
-def test_it_samples_and_cuts_as_the_fast_code_does(sampled):
-    model, tokenizer, groups = sampled
-    for group in groups:
-        boxes = [one_file.cut(tokenizer, ids) for ids in group.completions]
-        assert [box and box[1] for box in boxes] == group.answers
-        for i, box in enumerate(boxes):
-            assert box is None or box[0] == group.solution(i)
-    completions = one_file.sample(model, tokenizer, groups[0].prompt)
-    stop = tokenizer.eos_token_id
-    assert len(completions) == one_file.N and all(stop not in ids[:-1] for ids in completions)

@@ -56,20 +56,18 @@ def test_the_matrices_of_a_question(script, figures):
 
 def test_learning_curves_join_the_seeds(script, figures):
     for name, reward, seed in ("a", "cer", 0), ("b", "cer", 1), ("c", "exact", 0):
-        seconds = {"sample": 60 + 60 * seed, "reward": 0, "update": 60}  # 2 or 3 minutes a step
-        lines = [{"step": k, "reward": 0.1 + seed, "seconds": seconds} for k in range(1, 5)]
+        lines = [{"step": k, "reward": 0.1 + seed} for k in range(1, 5)]
         lines[1]["pass_at_1"], lines[3]["pass_at_1"], lines[3]["truncated"] = 0.4, 0.4, 0.003
         write_run(name, [{"step": 0, "pass_at_1": 0.3}, *lines], [], reward=reward, seed=seed)
     code, _, err = script(plot, "a b c --out curves.png")
     assert code == 0 and Path("curves.png").exists(), err
-    reward, pass_at_1, by_time, cut = figures[0].axes
+    reward, pass_at_1, cut = figures[0].axes
     assert [text.get_text() for text in figures[0].legends[0].texts] == ["cer", "exact"]
     assert reward.lines[0].get_ydata()[-1] == pytest.approx(0.6)  # the mean of .1 and 1.1
     assert reward.collections[0].get_datalim(reward.transData).height == pytest.approx(1)  # a band
     assert cut.get_ylim()[1] == pytest.approx(0.104)  # so that .003 looks small
     assert reward.get_xlabel() == "step (mean of 4)"
     assert list(pass_at_1.lines[0].get_xdata()) == [0, 2, 4]
-    assert list(by_time.lines[0].get_xdata()) == [0, 5, 10]
 
 
 def test_runs_are_named_by_the_flags_in_which_they_differ(script):
@@ -83,8 +81,3 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, line):
     write_run("a", [line], [])
     code, _, err = script(plot, "a")
     assert code == 0 and Path("a/curves.svg").exists(), err
-
-
-def test_metrics_that_cannot_be_drawn(script):
-    write_run("a", [{"step": 1, "reward": None}], [])
-    assert "plot.py: cer: no step has a value for reward in every seed\n" == script(plot, "a")[2]

@@ -142,11 +142,8 @@ def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, mo
     assert general_verifier.ask((None, tokenizer), pairs) == [*DECISIONS.values()]
 
 
-RETURNED = [
-    (torch.ones(2, 1), [{}]),
-    (torch.tensor([[1.0, torch.nan]]), [{}]),
-    (torch.ones(1, 2), []),
-]
+NAN = torch.tensor([[1.0, torch.nan]])
+RETURNED = [(torch.ones(2, 1), [{}]), (NAN, [{}]), (torch.ones(1, 2), [])]
 
 
 @pytest.mark.parametrize("returned", RETURNED)

@@ -64,9 +64,7 @@ def gradient_of_update(model, rows, budget, **options):
 
 
 @pytest.mark.parametrize("budget, offload", [(1, False), (64, True), (10_000, False)])
-def test_the_update_takes_the_gradient_of_verifrees_formula(
-    tokenizer, monkeypatch, budget, offload
-):
+def test_the_update_takes_verifrees_gradient(tokenizer, monkeypatch, budget, offload):
     """In fp64, whatever the micro-batches: the step of plain SGD is minus the gradient."""
     monkeypatch.setattr(Qwen3RMSNorm, "forward", load.rms_norm)  # without a pass through fp32
     naive, trained = (tiny_model(len(tokenizer), initializer_range=0.1).double() for _ in range(2))

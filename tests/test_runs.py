@@ -20,7 +20,7 @@ import reward_functions
 import train
 from engine import policy
 from rloo import rloo_rows
-from runtime.checkpoints import load_checkpoint, reason, save_checkpoint
+from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.files import checkpoints, read_rows
 from runtime.ranks import Stop, seed_everything
 
@@ -84,9 +84,8 @@ def test_a_checkpoint_without_some_of_its_files_is_refused(tmp_path, script, sto
     assert len(files) >= 2
     files[0].unlink()
     code, _, err = script(train, "--out run --resume --steps 4")
-    assert code == 2 and re.search(
-        r"step-3/training: it holds [\d,]+ of the [\d,]+ numbers of", err
-    ), err
+    found = re.search(r"step-3/training: it holds [\d,]+ of the [\d,]+ numbers of", err)
+    assert code == 2 and found, err
 
 
 # --------------------------------------------------------------------------------- kills and stops
@@ -145,7 +144,7 @@ def test_a_signal_finishes_the_step_and_saves(monkeypatch, script, tmp_path, qui
 
     code, out, err = train_with_rewards(monkeypatch, script, f"{quick} --steps 9", interrupt)
     assert code == 128 + number and out == "" and "stopping after this step" in err
-    assert f"step 2 of 9; resume with: python {train.__file__} --resume --out run" in err
+    assert "stopped after step 2 of 9; go on with --resume --out run" in err
     assert [line["step"] for line in read_rows(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
@@ -174,7 +173,6 @@ def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
     for p in model.parameters():
         p.data.mul_(2)
     assert load_checkpoint(tmp_path, model, optimizer) == 3
-    assert reason(MemoryError()) == "MemoryError"  # an error without a text
     assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters()))
 
 
@@ -193,7 +191,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(script, stopped_run, toy_m
     assert code == 2 and last_line.startswith("train.py: cannot save run/checkpoints/step-4")
     assert last_line.endswith("the last complete checkpoint is step-2")
     assert before == {path: path.read_bytes() for path in before}
-    assert not (stopped_run / "checkpoints" / "partial").exists()
 
 
 # ----------------------------------------------------------------------------------------- on a GPU

@@ -17,8 +17,7 @@ import train
 import warm_start
 from engine.tokens import split_answer
 from reward_functions import REWARDS
-from runtime import files
-from runtime.files import read_rows, to_jsonl
+from runtime.files import lock, read_rows, to_jsonl
 from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
 from tasks.verifiers import is_right
@@ -28,7 +27,6 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
     lines, samples, questions, held_out = (read_rows(finished_run / name) for name in LOGS)
     assert [line["step"] for line in lines if "pass_at_1" in line] == [0, 2, 4]
     assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3, 4]
-    assert {"exact_match", "grad_norm", "entropy"} <= lines[1].keys()
     assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert [row["step"] for row in questions] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     best = {(row["step"], row["question"]): row["best"] for row in questions}
@@ -154,23 +152,22 @@ def test_resume_from_broken_files_is_refused(script, stopped_run, name):
 
 
 def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_run, monkeypatch):
-    monkeypatch.setattr(train, "load", None)  # all of this is known before a model loads
     code, _, err = script(train, "--out run --resume --steps 1")
     assert code == 2 and "has 2 steps, more than 1" in err
     code, _, err = script(train, "--out run --resume --verifier text")
     assert code == 2 and "verifier was None and is text" in err
-    load_problems, load_tokenizer = train.load_problems, train.load_tokenizer
+    load_problems, load = train.load_problems, train.load
 
     def other_order(name, limit=None, verifier=None):
         problems = load_problems(name, limit, verifier)
         return problems[::-1] if limit else problems  # of the held-out data only
 
-    def other_template(name):
-        tokenizer = load_tokenizer(name)
+    def other_template(*inputs):
+        model, tokenizer = load(*inputs)
         tokenizer.chat_template += " "
-        return tokenizer
+        return model, tokenizer
 
-    for name, other in ("load_problems", other_order), ("load_tokenizer", other_template):
+    for name, other in ("load_problems", other_order), ("load", other_template):
         with monkeypatch.context() as patch:
             patch.setattr(train, name, other)
             code, _, err = script(train, "--out run --resume")
@@ -178,12 +175,10 @@ def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_
 
 
 def test_a_second_process_on_a_run_is_refused(script, tmp_path):
-    """Before it loads anything."""
-    held = files.lock(tmp_path / "held")
-    for module, data in (train, "dataset"), (evaluate, "dataset"), (warm_start, "data"):
-        code, _, err = script(module, f"--model nowhere --out held --{data} toy")
-        assert code == 2 and "held: another process is writing to it" in err, err
-    held.close()
+    """Before it loads a model."""
+    with lock(tmp_path / "held"):
+        code, _, err = script(evaluate, "--model nowhere --out held --dataset toy")
+    assert code == 2 and "held: another process is writing to it" in err, err
 
 
 # --------------------------------------------------------------------------------------- evaluation
@@ -229,8 +224,8 @@ def test_a_model_is_asked_one_question(script, toy_model_dir):
     assert not list(Path().iterdir())
 
 
-def test_a_supervised_start(script, toy_model_dir, tmp_path, monkeypatch):
-    """On a full disk it leaves nothing; then in each kind of directory that is as good as empty."""
+def test_a_supervised_start(script, toy_model_dir, monkeypatch):
+    """On a full disk it leaves nothing but the directory; then into this one."""
     Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
 
     def full(self, path, **options):
@@ -238,23 +233,16 @@ def test_a_supervised_start(script, toy_model_dir, tmp_path, monkeypatch):
         (Path(path) / "half").write_text("")
         raise MemoryError
 
-    flags = f"--model {toy_model_dir} --data {tmp_path}/demos.jsonl"
-    flags += " --epochs 20 --batch 2 --lr 1e-2"
+    flags = f"--model {toy_model_dir} --data demos.jsonl --epochs 20 --batch 2 --lr 1e-2"
     with monkeypatch.context() as patch:
         patch.setattr(Qwen3ForCausalLM, "save_pretrained", full)
         code, _, err = script(warm_start, f"{flags} --out warm")
     assert code == 2 and "cannot save warm (MemoryError)" in err, err
     assert [path.name for path in Path("warm").iterdir()] == ["lock"]
-    Path("empty").mkdir()
-    Path("link").symlink_to("empty")
-    Path("here").mkdir()
-    for folder, out in (".", "warm"), (".", "link"), ("here", "."):  # warm holds a lock
-        with monkeypatch.context() as patch:
-            patch.chdir(folder)
-            code, stdout, err = script(warm_start, f"{flags} --out {out}")
-            assert code == 0 and f"judge.py --model {out} " in stdout, err
-            assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
-            AutoModelForCausalLM.from_pretrained(out)
+    code, stdout, err = script(warm_start, f"{flags} --out warm")
+    assert code == 0 and "judge.py --model warm " in stdout, err
+    assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
+    AutoModelForCausalLM.from_pretrained("warm")
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -264,8 +252,7 @@ FILES = {
     "good.jsonl": GOOD,
     "broken.jsonl": GOOD + '{"question": \n',
     "columns.jsonl": '{"prompt": "Q?"}\n',
-    "table.csv": "question,answer",
-    "old/config.json": '{"flags": {"reward": "cer", "steps": 4, "lr_end": 0.5}}',
+    "old/config.json": '{"flags": {"reward": "cer", "steps": 4}}',
     "old/metrics.jsonl": "",
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
     "surrogate.jsonl": '{"question": "Q?", "solution": "\\ud800 \\\\boxed{7}"}',
@@ -280,27 +267,19 @@ FLAGS_OF = {
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset broken.jsonl", r"broken.jsonl, row 2: expected objects with named columns"),
     (train, "--dataset columns.jsonl", r"no row can be used; no question .*; .* are prompt"),
-    (train, "--dataset table.csv", r"table.csv: expected a file that ends in .jsonl"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
     (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* 1 prompts more than 1 tokens"),
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
-    (train, "--out good.jsonl/x", r"--out good.jsonl/x: .*good.jsonl is not a directory"),
-    (train, "--model .", r"the model \. .*a directory with safetensors and tokenizer.json"),
-    (evaluate, "--model runs/x/step-4", r"runs/x/step-4: no such directory"),
-    (train, "--model {run}", r"run is a run, .*last checkpoint is .*step-4"),
-    (train, "--resume --out {run} --eval-runs 3", r"eval_runs was 2 and is 3"),
-    (train, "--resume --out {run} --lr 1", r"cannot go on, since .*lr was 0.0006 and is 1.0"),
-    (train, "--resume --out old --steps 5", r"steps was 4 and is 5"),  # the decay depends on it
+    (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
+    (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
+    (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (train, "--dataset control.jsonl", r"no question is left; 1 of 1 questions have a control"),
     (evaluate, "--ask How", r"--ask takes no --dataset, --out"),
-    (evaluate, "--dataset ,", r"expected --dataset or --ask"),
-    (train, "--eval-dataset control.jsonl", r"control.jsonl: no question is left; 1 of 1"),
-    (warm_start, "--data good.jsonl", r"good.jsonl, row 1: expected a `solution` with a closed"),
-    (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .* surrogates not allowed"),
+    (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
+    (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1 .*surrogates not allowed"),
     (plot, "old", r"old/metrics.jsonl is empty: the run has no step yet"),
-    (plot, "old --out picture.xyz", r"expected a name that ends in .svg or .png"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
 ]
 
@@ -314,5 +293,5 @@ def test_bad_input_gets_one_clear_line(script, toy_model_dir, finished_run, modu
     code, out, err = script(module, flags)
     assert code == 2 and out == "" and len(err.splitlines()) == 1, err
     assert re.search(f"^{Path(module.__file__).name}: .*{says}", err), err
-    written = {str(path) for path in Path().rglob("*") if path.is_file()}
+    written = {str(path) for path in Path().rglob("*") if path.is_file() and path.name != "lock"}
     assert written == FILES.keys()  # nothing half written

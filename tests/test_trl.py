@@ -2,13 +2,11 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("trl")
 
-import torch
 import trl_cer
 from transformers import AutoModelForCausalLM
 
@@ -47,13 +45,3 @@ def test_two_steps_with_the_rewards_of_train_py(script, monkeypatch, toy_model_d
     assert received[:16] == expected[:16] and len(set(received[:16])) > 4
     started, trained = map(AutoModelForCausalLM.from_pretrained, ("model", "out/model"))
     assert all((a != b).any() for a, b in zip(started.parameters(), trained.parameters()))
-
-
-def test_what_would_be_silently_wrong_is_refused():
-    trainer = SimpleNamespace(is_fsdp_enabled=False, num_generations=4, chat_template_kwargs={})
-    trainer.model, trainer.processing_class = torch.nn.Linear(1, 1).train(), None
-    with pytest.raises(ValueError, match="must be a multiple of num_generations, 4"):
-        trl_cer.cer_rewards(trainer, ["q"] * 3 + ["r"] * 3, [[1]] * 6, ["14"] * 6)
-    trainer.is_fsdp_enabled = True
-    with pytest.raises(ValueError, match="the policy is sharded"):
-        trl_cer.cer_rewards(trainer, ["q"] * 4, [[1]] * 4, ["14"] * 4)
