@@ -90,7 +90,7 @@ def main():
     add("--top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
     add("--seed", type=int, default=0, help="random seed of the samples")
-    add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval)")
+    add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval-PID)")
     args = parser.parse_args()
     device = init_ranks()
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)

@@ -31,7 +31,7 @@ def judge(actor, tokenizer, problems, names, args):
     models = {"actor": actor, "tokenizer": tokenizer, "M": None}
     R, records = zip(*(compute_rewards(name, groups, **models) for name in names))
     rows = []
-    for group, R_group, of_group in zip(groups, zip(*R), zip(*records)):
+    for group, R_group, of_group in zip(groups, zip(*R), zip(*records)):  # by question now
         record = {key: value for one in of_group for key, value in one.items()}
         record["right"] = [is_right(group.problem, answer) for answer in group.answers]
         record["rewards"] = {name: R_name.tolist() for name, R_name in zip(names, R_group)}
@@ -42,19 +42,19 @@ def judge(actor, tokenizer, problems, names, args):
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
+    known = [name for name in REWARDS if name != "general-verifier"]  # it needs a second model
     add("--model", required=True, help="Hugging Face model id or directory")
     add("--dataset", required=True, help=f"{', '.join([*TOY, *HUB])}, or a file")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, default=50, help="judge only the first K questions")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
-    add("--rewards", default="cer,verifree,exact,rule+cer", help=f"of {', '.join(REWARDS)}")
+    add("--rewards", default="cer,verifree,exact,rule+cer", help=f"of {', '.join(known)}")
     add("--seed", type=int, default=0, help="random seed of the samples")
-    add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge)")
+    add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge-PID)")
     args = parser.parse_args()
     # CER comes first: plot.py draws the first reward's R.
     names = sorted(args.rewards.replace(" ", "").split(","), key=lambda name: name != "cer")
-    known = [name for name in REWARDS if name != "general-verifier"]  # it needs a second model
     cli.require({*names} <= {*known}, f"--rewards: expected some of {', '.join(known)}")
     device, rows = init_ranks(), []
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -68,7 +68,8 @@ def main():
         rows += all_gather(judge(actor, tokenizer, mine, names, args) if mine else [])
         append_rows(out / "samples.jsonl", rows[start:])
     if cli.is_rank_0():
-        say_judgement(rows).to_json(out / "judge.json", orient="index", indent=2)
+        table = say_judgement(rows)
+        table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
         print(f"all samples are in {out}; to draw one: python plot.py {out} --question 0")
     dist.destroy_process_group()
 

@@ -85,8 +85,8 @@ def draw_group(group, out):
     axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=11)
     axes["W"].set_xlabel("solutions, named by the answer that each led to")
     axes["W"].set_title("D⁻¹W: the posterior, which solutions lead to the answer")
-    with_rule = "verdicts" in group and "rewards" not in group  # judge.py's rows hold CER's R
-    axes["R"].set_title("R" if with_rule else "R = D⁻¹W P")
+    of_cer = "cer" in group["rewards"] if "rewards" in group else "verdicts" not in group
+    axes["R"].set_title("R = D⁻¹W P" if of_cer else "R")
     question = shorten(" ".join(group["question"].split()), 90)
     reference = shorten(group["reference"], 60)
     figure.suptitle(f"step {group['step']}: {question}\na* = {reference}", fontsize=13)
@@ -205,7 +205,6 @@ def main():
     require(out.suffix[1:] in formats, f"--out {out}: expected a name that ends in .svg or .png")
     if args.question is None:
         return draw_curves(runs, names_of(runs), out)
-    require(len(runs) == 1, "--question takes one RUN")
     groups = read_log(runs[0] / "samples.jsonl")
     inside = -len(groups) <= args.question < len(groups)
     require(inside, f"--question must be from 0 to {len(groups) - 1}, got {args.question}")

@@ -27,7 +27,7 @@ RARE = 1e-4  # a question without a larger reward has hardly any weight beside t
 def describe(group, R, A, record):
     """The metrics of one group. R, A [N]; record: what its reward function recorded."""
     N = len(R)
-    # P of a long reference can underflow to 0. CER and VeriFree record its logarithm.
+    # Tiny is not 0: P of a long reference can underflow, and its recorded logarithm does not.
     log_P = max(record.get("log_P") or [R.max().log().item()])
     stated = [answer for answer in group.answers if answer]  # an empty box is no answer
     numbers = {
@@ -84,6 +84,8 @@ def plus_minus(numbers):
 def warning(numbers):
     """What is wrong with a step and what helps, or None. "When nothing is learned" in
     docs/running.md says more."""
+    if not math.isfinite(numbers["grad_norm"]):
+        return "the gradient is not finite, so no weight changed; if this goes on, lower --lr"
     if numbers["answered"] < 0.02 and numbers["truncated"] > 0.5:
         return "almost no answers, and most samples are cut off: raise --max-new-tokens"
     if numbers["answered"] < 0.02:
@@ -167,7 +169,7 @@ def advice(shares, table, questions):
 class RunLog:
     """Rank 0 prints, and writes config.json, metrics.jsonl (one line per step), samples.jsonl (the
     first groups of each step), questions.jsonl (the largest reward of each group) and
-    evaluations.jsonl (all held-out samples). Other ranks do nothing."""
+    evaluations.jsonl (all held-out samples). All ranks call it, and gather what rank 0 writes."""
 
     def __init__(self, out, args, data, first_step, last_step):
         self.out, self.args, self.warned = out, args, set()
@@ -223,7 +225,8 @@ class RunLog:
         self.seconds, self.since = {}, time.perf_counter()
 
     def lap(self, part):
-        """Note the seconds of a part of the step, which ends here."""
+        """Note the seconds of a part of the step, which ends here. The first thing for which ranks
+        wait for each other is the update, so rank 0's wait counts as that."""
         now = time.perf_counter()
         self.seconds[part], self.since = now - self.since, now
 

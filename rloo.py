@@ -80,19 +80,14 @@ def verifree_rows(group, R, A, tokenizer):
 # ------------------------------------------------------------------------------ the optimizer step
 
 
-def policy_gradient_loss(logprobs, weights):
-    """-sum over tokens of weight * log pi (both of one shape). The weights are constants.
-
-    With the weight A_i on every token of sample i, and divided by the number of samples, this is
-    the paper's objective: a sum over tokens and a mean over samples. There is no division by the
-    standard deviation or by the length, no KL term and no entropy term.
-    """
-    return -(weights.detach() * logprobs).sum()
-
-
 def update(policy, optimizer, rows, lr, token_budget):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
-    The gradient norm is clipped to 1. If the gradient is not finite, no weight changes."""
+
+    The loss is -sum over tokens of weight * log pi, divided by the number of samples. With the
+    weight A_i on every token of sample i this is the paper's objective: a sum over tokens and a
+    mean over samples. There is no division by the standard deviation or by the length, no KL term
+    and no entropy term. The gradient norm is clipped to 1. If the gradient is not finite, no weight
+    changes."""
     world = dist.get_world_size()
     samples = len(rows)  # the loss is a mean over all of them, also those dropped below
     # A row whose weights are all 0 has no gradient. If every row is like that, keep one, so that
@@ -104,7 +99,7 @@ def update(policy, optimizer, rows, lr, token_budget):
         ids, weights = ids.to(policy.device), weights.to(policy.device)  # [b, L] each
         policy.set_requires_gradient_sync(policy.sync_every_batch or number == len(todo))
         logprobs = policy(ids, weights != 0)  # of the tokens with a weight
-        part = policy_gradient_loss(logprobs, weights[weights != 0]) / samples
+        part = -(weights[weights != 0] * logprobs).sum() / samples
         (part * world).backward()  # FSDP averages gradients over the ranks; * world sums them
         loss = loss + part.detach()
     dist.all_reduce(loss)

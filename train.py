@@ -4,7 +4,7 @@
     python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k    # the paper, on one GPU
     torchrun --nproc-per-node 4 train.py --model Qwen/Qwen3-4B-Base --dataset webinstruct
 
-main() is the method. Below it stand the parts of its set-up, and the flags.
+main() is the method. Below it stand its parts, and the flags.
 """
 
 from pathlib import Path
@@ -68,7 +68,7 @@ def main():
     stop = Stop()
     log.header(actor, problems, f"{memory}\n{disk}")
     step = first_step - 1
-    due = step % args.eval_every == 0 or step == last_step  # a kill may have ended the last one
+    due = step % args.eval_every == 0 or step == last_step  # a kill may have ended this one
     if held_out and due and not log.has_evaluation():
         log.evaluated(*evaluation(actor, tokenizer, held_out, args))
 
@@ -184,7 +184,7 @@ def make_parser():
     add("--eval-top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--eval-top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
     add = parser.add_argument_group("files").add_argument
-    add("--out", help="new directory for the run (default: runs/TIME-DATASET-REWARD)")
+    add("--out", help="new directory for the run (default: runs/TIME-DATASET-REWARD-PID)")
     add("--save-every", type=count, default=100, help="steps between checkpoints")
     add("--keep", type=count, default=3, help="checkpoints to keep; older ones are deleted")
     add("--resume", action="store_true", help="resume from the last checkpoint in --out")

@@ -72,9 +72,7 @@ def reset_generation_config(model, tokenizer):
     model.tokenizer_size = 1 + max(tokenizer.get_vocab().values())
     stops = model.generation_config.eos_token_id  # None, an id or a list
     stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
-    for i, token in tokenizer.added_tokens_decoder.items():
-        if token.content in STOPS:
-            stops.add(i)
+    stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
     usable = sorted(i for i in stops - {None} if i < model.tokenizer_size)
     require(usable, "neither the model nor the tokenizer has an end-of-text token")
     # pad_token_id is only padding: a completion ends at its first stop.

@@ -81,7 +81,7 @@ def memory_needed(actor, cpu_offload, ranks, tokens):
 
 def check_disk(actor, out, keep):
     """Check that the checkpoints of a run fit on the disk -> a line for the log."""
-    more = max(1, keep + 1 - len(checkpoints(out)))  # than there are now; the oldest goes last
+    more = max(1, keep + 1 - len(checkpoints(out)))  # the oldest goes when the new one is complete
     parameters = sum(p.numel() for p in actor.parameters())
     size = more * (12 + actor.dtype.itemsize) * parameters / 1e9  # fp32 weights, Adam, the actor
     free = shutil.disk_usage(out).free / 1e9

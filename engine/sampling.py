@@ -41,8 +41,8 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     its first stop token; for each the mean entropy of the next token under the model, in nats).
     A completion ends early where the model has no more positions. settings: see sampling_config.
 
-    Another sampler would replace this function, and get new weights where copy_weights sets the
-    actor's and a seed where seed_everything sets torch's. It may return no entropies ([]).
+    Another sampler would replace this function. It gets its weights where copy_weights sets the
+    actor's, and its seed where seed_everything sets torch's. It may return no entropies ([]).
 
     model.generate() runs in pieces of a few hundred tokens. The batch of a piece is made of the
     shortest unfinished rows, as many as fit in memory. So finished rows do not stay in memory until
@@ -50,8 +50,7 @@ def generate(model, prompts, max_new_tokens, piece=512, name="sample", **setting
     cache is kept between pieces.
     """
     positions = getattr(model.config, "max_position_embeddings", None) or math.inf
-    rooms = [max(1, min(max_new_tokens, positions - len(prompt))) for prompt in prompts]
-    rows = [Row(prompt, room) for prompt, room in zip(prompts, rooms)]
+    rows = [Row(prompt, max(1, min(max_new_tokens, positions - len(prompt)))) for prompt in prompts]
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
     bar = progress(name, unit=" tokens", unit_scale=True)
     while unfinished := [row for row in rows if row.room > 0]:

@@ -88,8 +88,8 @@ class Vocabulary:
 
     def beginning_with(self, prefix):
         """The ids of all tokens whose bytes begin with `prefix` -> list, possibly empty. In byte
-        order they lie between the prefix and the same prefix with its last byte, a "}", increased
-        by one."""
+        order they lie between the prefix and the same prefix with its last byte, a "}", raised by
+        one to "~"."""
         low = bisect.bisect_left(self.sorted, prefix)
         high = bisect.bisect_left(self.sorted, prefix[:-1] + bytes([prefix[-1] + 1]))
         return self.order[low:high]

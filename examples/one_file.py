@@ -107,9 +107,8 @@ def log_pi(model, tokenizer, context, answer):
 
     The brace of the box can also change the tokens before it. With SmolLM2's tokenizer the answer
     \text{(C)} alone ends in the token `)}`. With the brace of the box after it, it ends in the two
-    tokens `)` and `}}`. So the
-    beginnings of both spellings count. A beginning that they share is one key of `ways`, so it
-    counts once. (Still rarer ways are left out, so this is a lower bound.)
+    tokens `)` and `}}`. So the beginnings of both spellings count. A beginning that they share is
+    one key of `ways`, so it counts once. (Still rarer ways are left out, so this is a lower bound.)
     """
     finished = f"{{{answer}}}".encode()
     without_brace = tokenizer.encode("{" + answer, add_special_tokens=False)

@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import checkpoints, read_config
 
-TENSORS_IN_A_FILE = 32
-
 
 def fingerprint(problems, held_out, template):
     """What tells whether a resumed run has the same data and the same chat template."""
@@ -29,12 +27,12 @@ def check_resumed(out, flags, free, last_step):
     fingerprint among the flags)."""
     config = read_config(out)
     before = config["flags"] | {"data": config.get("data")}
-    fixed = [name for name in before | flags if name not in free]
-    pairs = [(name, before.get(name), flags.get(name)) for name in fixed]
+    pairs = [(n, before.get(n), flags.get(n)) for n in before | flags if n not in free]
     changed = ", ".join(f"{name} was {was} and is {is_}" for name, was, is_ in pairs if was != is_)
     require(not changed, f"{out} cannot go on, since {changed}: keep it, or choose a new directory")
     done = max([step for step, _ in checkpoints(out)], default=0)
     require(done <= last_step, f"the run in {out} has {done} steps, more than {last_step}")
+    shutil.rmtree(out / "checkpoints" / "partial", ignore_errors=True)  # what a kill has left
     say(f"resuming after step {done}")
 
 
@@ -54,16 +52,17 @@ def reason(error):
 
 def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     """Save out/checkpoints/step-K/, a Hugging Face directory. Its folder training/ is for --resume;
-    every rank writes its own shards there, as safetensors. It is named `partial` until it is
-    written, and again before it is deleted, so step-K is always complete. A file is held in host
-    memory twice while it is written, so the state goes into many files."""
+    every rank writes its own shards there, as safetensors. It is written as `partial` and renamed
+    when it is complete, and it gets that name back before it is deleted, so step-K is always
+    complete. A file is held in host memory twice while it is written, so no file has more than 32
+    tensors."""
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
     if is_rank_0():
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     try:
         state = training_state(policy, optimizer)
-        file_of = {name: 1 + number // TENSORS_IN_A_FILE for number, name in enumerate(state)}
+        file_of = {name: 1 + number // 32 for number, name in enumerate(state)}
         folder = str(partial / "training")
         writer = hf_storage.HuggingFaceStorageWriter(folder, file_of, save_distributed=True)
         dcp.save(state, storage_writer=writer)

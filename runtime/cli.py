@@ -57,12 +57,12 @@ def run_script(main):
     except BrokenPipeError:  # the reader of our output is gone, as under `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except (InputError, OSError, RuntimeError) as error:
+    except (InputError, OSError) as error:
         message = str(error)
-        if out_of_memory(error):
-            message += ": use fewer tokens at a time (in train.py --microbatch-tokens)"
-        elif isinstance(error, RuntimeError):
+    except RuntimeError as error:
+        if not out_of_memory(error):
             raise
+        message = f"{error}: use fewer tokens at a time (in train.py --microbatch-tokens)"
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -114,8 +114,18 @@ def say(text):
             tqdm.write(text, file=sys.stderr)
 
 
+class Lines:
+    """A file for tqdm that is no terminal: every state of the bar becomes a line of the log."""
+
+    def write(self, text):
+        if text.strip():
+            say(text.strip())
+
+
 def progress(name, iterable=None, **options):
-    """tqdm's bar for one part of a step, on rank 0. On a terminal it appears after ten seconds. In
-    a log it is written once a minute."""
-    pace = {"delay": 10} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60, "miniters": 1}
+    """tqdm's bar for one part of a step, on rank 0. On a terminal it appears after ten seconds.
+    Elsewhere it prints a line a minute."""
+    pace = {"delay": 10}
+    if not sys.stderr.isatty():
+        pace = {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1}
     return tqdm(iterable, name, leave=False, disable=not is_rank_0(), **pace, **options)

@@ -25,8 +25,6 @@ def read_rows(path, log=False):
             source = table_rows(pyarrow.parquet.read_table(path))
         elif ending == ".json":
             source = json.loads(path.read_bytes())
-            if isinstance(source, dict):  # an object with one list, such as {"data": [...]}
-                [source] = [value for value in source.values() if isinstance(value, list)]
         else:
             lines = path.read_bytes().split(b"\n")[: -1 if log else None]
             source = (json.loads(line) for line in lines if line.strip())
@@ -88,7 +86,7 @@ def lock(directory):
 
 def read_config(run):
     """config.json of a run, with its flags by name in "flags"."""
-    config = Path(run) / "config.json"
+    config = Path(run).expanduser() / "config.json"
     require(config.is_file(), f"{run} is not a run: it has no config.json")
     with explain(f"{config}: expected an object with flags"):
         content = json.loads(config.read_text())

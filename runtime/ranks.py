@@ -52,7 +52,7 @@ LOCKS = []  # open until this process ends
 def make_directory(out, name, resume=False):
     """Make and lock --out, or runs/TIME-NAME-PID -> its path, the same on all ranks. Raises
     InputError if another process uses it, or if it is not empty, unless a run is resumed. What is
-    refused later leaves only the lock in it, and it counts as empty."""
+    refused later leaves a lock in it, or a toy's warm start, and it counts as empty."""
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     out = Path(all_gather([out or default])[0]).expanduser()
     if is_rank_0():
@@ -64,13 +64,11 @@ def make_directory(out, name, resume=False):
 
 
 def seed_everything(*key):
-    """Make random numbers a function of the key, such as (seed, step), and of the rank. A resumed
-    run then draws the same numbers without saved state. (On a GPU samples can still differ, because
-    free memory decides which rows are sampled together, and so which number goes to which row.)"""
+    """Make torch's random numbers a function of the key, such as (seed, step), and of the rank. So
+    a resumed run draws the same numbers without saved state. (On a GPU samples can still differ,
+    because free memory decides which rows are sampled together, and so which number goes to which
+    row.)"""
     torch.manual_seed(random.Random(repr((*key, dist.get_rank()))).getrandbits(63))
-
-
-PATIENCE = 3  # seconds
 
 
 class Stop:
@@ -89,7 +87,7 @@ class Stop:
         if not self.received:
             self.received, self.since = number, time.monotonic()
             say(f"{signal.Signals(number).name}: stopping after this step; another one stops now")
-        elif time.monotonic() - self.since > PATIENCE:
+        elif time.monotonic() - self.since > 3:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -126,16 +126,16 @@ def find_reference(row):
     """The reference of a row, verbatim, except that numbers become text, and that white space at
     its ends and a box around all of it are taken off."""
     answer = (row.get("options") and row.get("answer_letter")) or row.get("answer")
+    require(not isinstance(answer, list), "the reference is a list: only one spelling can be given")
     in_solution = answer in (None, "")
     text = as_text(row.get("solution") if in_solution else answer) or ""
     text = text.rsplit("\n#### ")[-1].strip()  # GSM8K writes its working before this mark
     box = split_answer(text)
     if in_solution or (box and text == rf"\boxed{{{box[1]}}}"):
         text = box[1].strip() if box else ""
-    require(not isinstance(answer, list), "the reference is a list: only one spelling can be given")
     require(text, "no reference (`answer` as text or number, or `solution` with a box)")
     whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
-    require(whole, "the reference cannot be boxed: check its braces")
+    require(whole, "the reference holds another box, or unmatched braces")
     return text
 
 

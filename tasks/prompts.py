@@ -27,11 +27,11 @@ def encode_prompt(tokenizer, problem):
     options = {"add_generation_prompt": True, "return_dict": False}
     with explain("the chat template fails"):  # it is a program
         prompt = tokenizer.apply_chat_template(messages, **options)
-    # Compared as bytes without white space, after what the tokenizer normalises.
+    # Compared without white space, and after what the tokenizer normalises.
     vocab = vocabulary(tokenizer)
-    question, whole = (vocab.join(ids).split() for ids in (vocab.encode(problem.question), prompt))
-    kept = b"".join(question) in b"".join(whole)
-    require(kept, f"the chat template drops the question {problem.question[:80]!r}")
+    texts = vocab.join(vocab.encode(problem.question)), vocab.join(prompt)
+    question, whole = ("".join(text.decode("utf-8", "replace").split()) for text in texts)
+    require(question in whole, f"the chat template drops the question {problem.question[:80]!r}")
     return prompt
 
 
@@ -39,7 +39,7 @@ def usable_prompts(tokenizer, problems, name, most=math.inf):
     """Leave out questions that hold a control token, and prompts of more than `most` tokens ->
     (problems, tokens of the longest prompt). name: of the data set, for the messages. InputError if
     no question is left."""
-    control = tokenizer.all_special_tokens
+    control = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     plain = [p for p in problems if not any(token in p.question for token in control)]
     sizes = [len(encode_prompt(tokenizer, p)) for p in progress("prompts", plain, unit="prompt")]
     kept = [problem for problem, size in zip(plain, sizes) if size <= most]

@@ -1,6 +1,6 @@
 """The verifiers. They decide which answers are right, for the reward `rule` and for pass@1.
 
-Each row of a data set names its verifier. To add your own, write a function
+A row of a data set may name its verifier. To add your own, write a function
 (answer, reference) -> bool and list it in VERIFIERS. An answer on which it raises an error counts
 as wrong, and the run goes on.
 """

@@ -118,14 +118,13 @@ def quick(toy_model_dir):
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory, quick):
-    """The directory of a run of four steps, which tests read or copy. Beside it: stdout, stderr."""
+    """The directory of a run of four steps, which tests read or copy. Beside it: stderr."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        code, out, err = run_script(train, f"{quick} --steps 4 --save-every 2 --out run")
+        code, _, err = run_script(train, f"{quick} --steps 4 --save-every 2 --out run")
     assert code == 0, err
-    (folder / "stdout").write_text(out)
     (folder / "stderr").write_text(err)
     return folder / "run"
 

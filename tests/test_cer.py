@@ -221,12 +221,6 @@ def test_a_distinct_answer_is_scored_once(tokenizer, monkeypatch):
     assert torch.equal(matrices.log_P, matrices.log_W[1])  # a* is "7"
 
 
-def test_m_1_judges_each_answer_by_a_solution_that_produced_it(tokenizer):
-    R, matrices = rewards_of(tokenizer, TEXTS[:3], "seven", M=1)
-    P = matrices.log_P.exp()
-    assert R[1] == P[1] and R[0] == R[2] and R[0] in (P[0], P[2])
-
-
 def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
     group = group_of(tokenizer, [r"so \boxed{7}", r"\boxed{8}"], "7")
     prompt, completions = group.prompt, group.completions

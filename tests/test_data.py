@@ -97,7 +97,7 @@ def test_the_verifier_of_a_row_comes_first(load_rows, capsys):
 def test_json_and_parquet_hold_the_same(tmp_path, load_rows):
     rows = [{"question": "q", "answer": "014"}, {"question": "r", "answer": "2"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    (tmp_path / "MARKED.JSON").write_text("\ufeff" + json.dumps({"split": "a", "data": rows}))
+    (tmp_path / "MARKED.JSON").write_text("\ufeff" + json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert load_rows(rows)[0].reference == "014"  # readers that guess types make it 14
     for name in "rows.json", "MARKED.JSON", "rows.parquet":

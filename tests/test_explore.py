@@ -168,16 +168,13 @@ def test_the_files_of_a_run(tmp_path, finished_run):
         check("a bad line", text("opened").startsWith("f: 2 groups. Left out: 1 (line 5: "));
         check("the best", ["samples", "run-rewards-words", "run-behind-words"].map(text).join("|"),
           "1414<img src>(no answer)|R .400, advantage +.233|level {short(R)}");
-        $("index").value = 99; $("index").onchange({{ target: $("index") }});
-        check("the field stays in range", $("index").value, "2");
+        $("index").value = 2; $("index").onchange({{ target: $("index") }});
         $("samples").children[2].click();
         check("hostile texts", text("text").endsWith("<img src>") && !document.images.length);
         for (const line of {json.dumps(hostile)}) {{
           await open(line);
           check(line, $("run").hidden && text("opened").startsWith("f is no samples.jsonl: line"));
         }}
-        await open(...range(70).map(() => "x".repeat(1e6)), {json.dumps(run)});
-        check("70 MB", text("opened").endsWith("Only its first 64 MB were read."));
         for (const file of {json.dumps(files)}) {{
           await open(file);
           found.push([groups.length, $("samples").children.length]);

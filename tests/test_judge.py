@@ -39,14 +39,16 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
     assert list(table) == ["cer", "exact", "verifree"]
     for name, line in table.items():
         assert line["AUC"] == pytest.approx(by_brute_force(rows, name))
-        assert line["from"] <= line["AUC"] <= line["to"]
-        of_right = [R for row in rows for R, is_ in zip(row["rewards"][name], row["right"]) if is_]
-        assert line["mean if right"] == pytest.approx(sum(of_right) / len(of_right))
-        nothing = sum(R < 1e-6 for R in of_right) / len(of_right)
-        assert line["right, nothing"] == pytest.approx(nothing)
+        lists = [(row["answers"], row["right"], row["rewards"][name]) for row in rows]
+        samples = [sample for of_question in lists for sample in zip(*of_question)]
+        right = [R for _, accepted, R in samples if accepted]
+        wrong = [R for answer, accepted, R in samples if answer and not accepted]
+        assert line["mean if right"] == pytest.approx(sum(right) / len(right))
+        assert line["if wrong"] == pytest.approx(sum(wrong) / len(wrong))
+        assert line["right, nothing"] == pytest.approx(sum(R < 1e-6 for R in right) / len(right))
         assert line["groups, tiny"] == sum(max(row["rewards"][name]) < 1e-4 for row in rows)
         assert line["groups, equal"] == sum(len({*row["rewards"][name]}) == 1 for row in rows)
-    assert table["cer"]["AUC"] > table["exact"]["AUC"]
+    assert all(row["R"] == row["rewards"]["cer"] for row in rows)
 
 
 @pytest.mark.parametrize("verdict", [True, False])

@@ -18,6 +18,8 @@ HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "gra
 HEALTHY |= {"tiny_reward_groups": 0.5}
 WARNINGS = [
     ({}, "None"),
+    ({"grad_norm": float("nan")}, "so no weight changed; .* lower --lr"),
+    ({"zero_advantage_groups": 1.0}, "None"),  # VeriFree teaches the reference all the same
     ({"answered": 0.0, "truncated": 0.9}, "samples are cut off: raise --max-new-tokens"),
     ({"answered": 0.01}, "stops without a box. Give it a warm_start.py"),
     ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, "so this step had no gradient"),
@@ -77,7 +79,7 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
 
 
 def test_a_log_has_a_line_a_step(finished_run):
-    out, err = ((finished_run.parent / name).read_text() for name in ("stdout", "stderr"))
+    err = (finished_run.parent / "stderr").read_text()
     first, second, third, *lines = err.splitlines()
     assert "8 questions, verifier toy-rule; 4 steps of 4 questions x 4 samples" in first
     assert "1 x cpu" in second and third.startswith("memory: 4,096 tokens in a micro-batch")
@@ -86,7 +88,6 @@ def test_a_log_has_a_line_a_step(finished_run):
     numbers = "  ".join(rf"{name} \S+" for name in report.IN_THE_LOG)
     assert re.fullmatch(rf"step 4/4  {numbers}  \S+ s/step  eta 0:00:00", steps[3])
     assert re.search(r"before training  pass@1 \S+ ± \S+\n  a sample: .* -> .*\((righ|wron)", err)
-    assert re.search(r"never had a reward > 0.0001, such as\n    .* How many \w+\?", out)
 
 
 def test_a_run_that_learns_nothing_says_so(script, quick, tokenizer):
@@ -99,14 +100,21 @@ def test_a_run_that_learns_nothing_says_so(script, quick, tokenizer):
     code, out, err = script(train, f"{flags} --verifier math --out run --max-new-tokens 3")
     assert code == 0 and "8 of 8 questions never had a reward" in out, err
     assert "change 0\n" in out and "nan" not in out  # one question has no standard error
-    assert "8 questions, verifier math" in err and "verified as text" not in err
     assert "warning at step 1: almost no answers, and most samples are cut off: raise" in err
     assert "warning at step 2" not in err  # once is enough
 
 
-def test_a_log_that_nobody_reads_ends_no_run(monkeypatch):
+def test_a_log_that_nobody_reads_ends_no_run(monkeypatch, capsys):
+    """Neither by its lines nor by its bars, which print a line a minute."""
+    bar = cli.progress("sample", total=4)
+    bar.start_t, bar.last_print_t = bar.start_t - 70, bar.last_print_t - 70
+    bar.update(3)
+    assert "sample:  75%" in capsys.readouterr().err
+
     def gone(*args, **kwargs):
         raise BrokenPipeError
 
     monkeypatch.setattr(cli.tqdm, "write", gone)
     cli.say("step 1")
+    bar.last_print_t -= 70
+    bar.update(1)

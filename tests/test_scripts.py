@@ -1,5 +1,6 @@
 """The scripts as a user runs them; in this process, so that torch is imported once."""
 
+import functools
 import json
 import re
 import sys
@@ -102,7 +103,7 @@ def test_samples_differ_by_seed_and_step(script, quick):
 FLAGS = {
     "": dict(dataset="toy", samples=8, steps=200, lr=6e-4, m=8),
     "--epochs 2": dict(dataset="toy", epochs=2, steps=None),
-    "--model X": dict(dataset="math7.5k", epochs=5, steps=None, m=16, lr=1e-6),
+    "--model X": dict(dataset="math7.5k", epochs=5, m=16, lr=1e-6, eval_top_p=0.95, eval_top_k=20),
     "--model X --dataset toy": dict(lr=1e-6, lr_end=1.0, samples=8, eval_dataset="toy-test"),
 }
 
@@ -158,16 +159,17 @@ def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_
     assert code == 2 and "verifier was None and is text" in err
     load_problems, load = train.load_problems, train.load
 
-    def other_order(name, limit=None, verifier=None):
+    def other_order(held_out, name, limit=None, verifier=None):
         problems = load_problems(name, limit, verifier)
-        return problems[::-1] if limit else problems  # of the held-out data only
+        return problems[::-1] if bool(limit) == held_out else problems
 
     def other_template(*inputs):
         model, tokenizer = load(*inputs)
         tokenizer.chat_template += " "
         return model, tokenizer
 
-    for name, other in ("load_problems", other_order), ("load", other_template):
+    turned = [("load_problems", functools.partial(other_order, of)) for of in (True, False)]
+    for name, other in [*turned, ("load", other_template)]:
         with monkeypatch.context() as patch:
             patch.setattr(train, name, other)
             code, _, err = script(train, "--out run --resume")
