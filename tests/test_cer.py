@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import cer
 from cer import answer_logprobs, choose_solutions, exact_cer, read_answers, rewards
-from engine.load import load
+from engine.load import load, reset_generation_config
 from engine.tokens import vocabulary
 
 # ------------------------------------------------------------ the scorer and its specification
@@ -70,6 +70,9 @@ def test_scores_equal_naive_where_the_brace_changes_the_tokens_before_it():
     backend.model = models.BPE(ids, merges)
     gaps = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert vocabulary(gaps).bytes[-4:] == [b"", b"", b"", b")}"]
+    model = tiny_model(len(gaps) + 3, eos_token_id=ids[")}"])
+    reset_generation_config(model, gaps)
+    assert model.generation_config.eos_token_id == [ids[")}"]]
 
 
 def test_the_cut_into_passes_and_batches_changes_nothing(tokenizer, monkeypatch):

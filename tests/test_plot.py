@@ -19,7 +19,7 @@ GROUP["log_W"] = [
     [None, -2.3, -0.7, None],
     [None, None, None, -3.0],
 ]
-GROUP["log_P"] = [-900.0, -0.7, -0.5, -900.0]
+GROUP |= {"log_P": [-900.0, -0.7, -0.5, -900.0], "verdicts": ["wrong"] * 5}
 
 
 def write_run(name, metrics, groups, **flags):
@@ -45,6 +45,7 @@ def test_the_matrices_of_a_question(script, figures):
     assert code == 0 and out.strip() == "a/question--1.svg", err
     ElementTree.parse(out.strip())  # is valid XML
     P, W, R = figures[0].axes
+    assert R.get_title() == "R"  # not D^-1 W P, since a rule gave a part of it
     labels = [label.get_text() for label in W.get_yticklabels()]
     assert labels == ["14 = a*", "14 eggs", "15\ufffd", "(empty)", "(no answer)"]
     assert [text.get_text() for text in R.texts] == [".700", ".600", ".100", ".000", ".000"]

@@ -255,7 +255,6 @@ FILES = {
     "broken.jsonl": GOOD + '{"question": \n',
     "columns.jsonl": '{"prompt": "Q?"}\n',
     "old/config.json": '{"flags": {"reward": "cer", "steps": 4}}',
-    "old/metrics.jsonl": "",
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
     "surrogate.jsonl": '{"question": "Q?", "solution": "\\ud800 \\\\boxed{7}"}',
     "control.jsonl": '{"question": "How many<eos>?", "answer": "7"}',
@@ -281,7 +280,6 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (evaluate, "--ask How", r"--ask takes no --dataset, --out"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1 .*surrogates not allowed"),
-    (plot, "old", r"old/metrics.jsonl is empty: the run has no step yet"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
 ]
 

@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("trl")
 
 import trl_cer
-from transformers import AutoModelForCausalLM
 
 import cer
 from engine.load import load
@@ -43,5 +42,3 @@ def test_two_steps_with_the_rewards_of_train_py(script, monkeypatch, toy_model_d
     code, out, err = script(trl_cer, f"{flags} {trainer}")
     assert code == 0 and "rewards/cer_reward/mean" in out, err
     assert received[:16] == expected[:16] and len(set(received[:16])) > 4
-    started, trained = map(AutoModelForCausalLM.from_pretrained, ("model", "out/model"))
-    assert all((a != b).any() for a, b in zip(started.parameters(), trained.parameters()))
