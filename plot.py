@@ -205,6 +205,7 @@ def main():
     require(out.suffix[1:] in formats, f"--out {out}: expected a name that ends in .svg or .png")
     if args.question is None:
         return draw_curves(runs, names_of(runs), out)
+    require(len(runs) == 1, "--question takes one RUN")
     groups = read_log(runs[0] / "samples.jsonl")
     inside = -len(groups) <= args.question < len(groups)
     require(inside, f"--question must be from 0 to {len(groups) - 1}, got {args.question}")
