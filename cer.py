@@ -9,7 +9,8 @@ r"""Conditional Expectation Reward: the model that answers is also the judge.
 With N samples (s_i, a_i) of one question:
 
     W [N, N]    W_ij = pi(a_i | s_j, q)     probability of answer i after solution j
-    P [N]       P_j  = pi(a*  | s_j, q)     probability of the reference after solution j
+    P [N]       P_j  = pi(a*  | s_j, q)     probability of the reference after solution j; if there
+                                            are several references, of one of them: their sum
     D           the row sums of W, as a diagonal matrix
     R [N]       R = D^-1 W P                the reward of each sample, in [0, 1]             (Eq. 8)
 
@@ -29,6 +30,7 @@ Table 3 need. docs/lesson.md builds all this from nothing, and examples/one_file
 same R slowly, in plain lines. Read them first.
 """
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,58 +58,79 @@ def cer(log_W, log_P):
 
 
 @dataclass(frozen=True)
-class Matrices:
-    """What the rewards of one question are computed from (drawn in the paper's Fig. 2)."""
+class Scores:
+    """W and P of one question (drawn in the paper's Fig. 2), from which its rewards come."""
 
+    answers: list[str | None]  # N, a_i; None without a closed box
+    references: list[str]  # K, a*; one of them is enough
     distinct_answers: list[str]  # U, the rows of W
     columns: list[int]  # the samples with a closed box; their solutions are W's columns
     log_W: torch.Tensor  # [U, columns]; -inf if the solution is not among this answer's M
-    log_P: torch.Tensor  # [columns]
+    log_references: torch.Tensor  # [K, columns], log pi(a*_k | s_j)
+
+    @property
+    def log_P(self):
+        """[columns]. Finished answers exclude each other, so their probabilities add up."""
+        return self.log_references.logsumexp(0)
+
+    def cer(self):
+        """R [N], 0 without an answer. An empty box states none, unless a reference is empty."""
+        reward_of = dict(zip(self.distinct_answers, cer(self.log_W, self.log_P).tolist()))
+        stated = [a if a or "" in self.references else None for a in self.answers]
+        return torch.tensor([reward_of.get(answer, 0.0) for answer in stated])
+
+    def P(self):
+        """P of each sample's own solution [N], 0 without a closed box. VeriFree's reward."""
+        P = dict(zip(self.columns, self.log_P.exp().tolist()))
+        return torch.tensor([P.get(i, 0.0) for i in range(len(self.answers))])
+
+    def draw_references(self):
+        """For each sample one of the references, drawn in proportion to its probability after the
+        sample's solution [N], None without a closed box. What VeriFree teaches."""
+        drawn = torch.multinomial(self.log_references.softmax(0).T, 1)[:, 0].tolist()
+        chosen = dict(zip(self.columns, (self.references[k] for k in drawn)))
+        return [chosen.get(i) for i in range(len(self.answers))]
 
 
-def rewards(model, tokenizer, prompt, completions, reference, M=None):
-    """CER of the N samples of one question -> (R [N], fp32, on the CPU; Matrices).
-
-    prompt: token ids. completions: N lists of token ids as they were sampled. For each answer
-    P is averaged over M of the solutions, or over all by default (see choose_solutions).
-
-    No gradient flows through R. A sample without a closed box gets reward 0, and has neither row
-    nor column. (If it opened a box that never closed, this biases the other rewards, since its
-    solution is missing: docs/theory.md.) An empty box states no answer, so its reward is 0 unless
-    the reference is empty. It keeps its column, since its solution is a sample of the prior like
-    any other.
-
-    model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
-    top-k or top-p, or they are no samples of pi(s|q). This is not checked, and otherwise R is
-    wrong. Raises ValueError for inputs of another form.
-    """
-    check_inputs(prompt, completions, reference, M)
+def score(model, tokenizer, prompt, completions, reference, M=None):
+    """W and P of the N samples of one question -> Scores. reference: a string, or a list of strings
+    of which each is right."""
+    references = [reference] if isinstance(reference, str) else reference
+    check_inputs(prompt, completions, references, M)
+    # The event is a set. What is in it twice counts once, also two texts that the tokenizer makes
+    # one (é has two codes in Unicode), or P could exceed 1.
+    encode = vocabulary(tokenizer).encode
+    references = list({tuple(encode(each)): each for each in references}.values())
     boxes = [vocabulary(tokenizer).locate_answer(ids) for ids in completions]
     columns = [j for j, box in enumerate(boxes) if box]
     contexts = [prompt + completions[j][: boxes[j].solution_length] for j in columns]
     answers = list(dict.fromkeys(boxes[j].answer for j in columns))  # each is scored once
-    scored = answers if reference in answers else [*answers, reference]
+    scored = list(dict.fromkeys([*answers, *references]))
     scores = answer_logprobs(model, tokenizer, contexts, scored).cpu()  # [len(scored), columns]
-    log_W, log_P = scores[: len(answers)], scores[scored.index(reference)]
+    log_W, log_references = scores[: len(answers)], scores[[scored.index(a) for a in references]]
     if M is not None and M < len(columns):
         row_of = [answers.index(boxes[j].answer) for j in columns]
         log_W = log_W.masked_fill(~choose_solutions(len(answers), row_of, M), -torch.inf)
-
-    reward_of = dict(zip(answers, cer(log_W, log_P).tolist()))
-    if reference:
-        reward_of[""] = 0.0  # an empty box, unless the reference is empty too
-    R = torch.tensor([reward_of[box.answer] if box else 0.0 for box in boxes])
-    return R, Matrices(answers, columns, log_W, log_P)
+    stated = [box.answer if box else None for box in boxes]
+    return Scores(stated, references, answers, columns, log_W, log_references)
 
 
-def check_inputs(prompt, completions, reference, M):
+def rewards(model, tokenizer, prompt, completions, reference, M=None):
+    """CER of the N samples of one question -> (R [N], Scores). What another trainer calls.
+    reference: a string, or a list of strings of which each is right."""
+    scores = score(model, tokenizer, prompt, completions, reference, M)
+    return scores.cer(), scores
+
+
+def check_inputs(prompt, completions, references, M):
     """Raise ValueError for what would give a wrong reward without an error."""
     if not all(isinstance(ids, list) for ids in [prompt, completions, *completions]):
         raise ValueError("expected lists of token ids: .tolist(), or return_dict=False")
     if prompt and completions and all(ids[: len(prompt)] == prompt for ids in completions):
         raise ValueError("the completions begin with the prompt: pass ids[len(prompt):]")
-    if not isinstance(reference, str):
-        raise ValueError(f"the reference must be a string, got {reference!r}")
+    is_list = isinstance(references, (list, tuple)) and references
+    if not is_list or not all(isinstance(each, str) for each in references):
+        raise ValueError(f"the reference must be a string, or a list of some, got {references!r}")
     if M is not None and M < 1:
         raise ValueError(f"M must be at least 1, got {M}")
 
@@ -197,11 +220,20 @@ def spellings(vocab, answer):
 def read_contexts(model, contexts):
     """One pass over n contexts -> their lengths [n], the last hidden state of each, which predicts
     t_1 [n, H], and the cache of their keys and values."""
+    # The contexts of a question begin with its prompt. It is read once.
+    shared = len(os.path.commonprefix(contexts)[:-1])
+    n, lengths = len(contexts), torch.tensor([len(c) for c in contexts], device=model.device)
+    cache = None
+    if shared and n > 1:
+        prompt = torch.tensor([contexts[0][:shared]], device=model.device)
+        cache = model.base_model(input_ids=prompt, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(n)
+    else:
+        shared = 0
     # No token attends to what is on its right, so padding on the right needs no mask.
-    ids = pad(contexts).to(model.device)  # [n, C]
-    lengths = torch.tensor([len(context) for context in contexts], device=model.device)
-    out = model.base_model(input_ids=ids, use_cache=True)
-    last = out.last_hidden_state[torch.arange(len(contexts)), lengths - 1]
+    ids = pad([context[shared:] for context in contexts]).to(model.device)  # [n, C]
+    out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    last = out.last_hidden_state[torch.arange(n), lengths - 1 - shared]
     return lengths, last, out.past_key_values
 
 

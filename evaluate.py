@@ -8,6 +8,7 @@ temperature 0.6, top-p 0.95, top-k 20.
 
 import json
 
+import numpy
 import pandas
 import torch.distributed as dist
 
@@ -17,13 +18,16 @@ from runtime import cli
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, make_directory, seed_everything
 from tasks.data import HUB, TOY, load_problems, to_problem
+from tasks.general_verifier import GENERAL_VERIFIER
 from tasks.prompts import usable_prompts
-from tasks.verifiers import VERIFIERS, is_right
+from tasks.verifiers import VERIFIERS, verify
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
-def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings):
+def evaluate(
+    model, tokenizer, problems, runs, max_new_tokens, seed, verifier_model=None, **settings
+):
     """Sample every problem `runs` times -> (summary, one record per sample, in order). The ranks
     share the problems. settings: temperature, top_p, top_k.
 
@@ -35,13 +39,16 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = problems[rank::world]
     groups = sample(model, tokenizer, mine, runs, max_new_tokens, name="evaluation", **settings)
+    pairs = [(group.problem, answer) for group in groups for answer in group.answers]
+    right = verify(pairs, verifier_model)
     records = [
         {
             "index": rank + world * k,
             "question": group.problem.question,
             "reference": group.problem.reference,
+            "references": group.problem.references,
             "answer": answer,
-            "correct": is_right(group.problem, answer),
+            "correct": right[k * runs + i],
             "truncated": group.truncated[i],
             "tokens": len(group.completions[i]),
             "text": group.texts[i],
@@ -55,7 +62,7 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     summary = {
         "pass_at_1": by_question.mean(),
         "stderr": by_question.sem() if len(problems) > 1 else None,
-        "exact_match": (samples.answer == samples.reference).mean(),
+        "exact_match": numpy.mean([row["answer"] in row["references"] for row in records]),
         "answered": (samples.answer.fillna("") != "").mean(),  # an empty box is no answer
         "truncated": samples.truncated.mean(),
         "tokens": samples.tokens.mean(),
@@ -84,6 +91,7 @@ def main():
     add("--ask", metavar="QUESTION", help="print some samples of one question, and write nothing")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
+    add("--verifier-model", default=GENERAL_VERIFIER, help="for general-verifier")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
     add("--max-new-tokens", type=count, default=8192, help="longer completions are cut off")
     add("--temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
@@ -105,11 +113,13 @@ def main():
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = make_directory(args.out, "eval")
     model, tokenizer = load(args.model, device, check_sampling)
+    by_model = any(p.verifier == "general-verifier" for name in names for p in datasets[name])
+    verifier = load(args.verifier_model, device) if by_model else None
     datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        how = runs, args.max_new_tokens, args.seed
+        how = runs, args.max_new_tokens, args.seed, verifier
         results[name], records = evaluate(model, tokenizer, problems, *how, **sampling)
         # Save now, since the next data set may take hours.
         append_rows(path, [{"dataset": name} | record for record in records])

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 
 from runtime.cli import Parser, require, run_script
-from runtime.files import read_config, read_rows
+from runtime.files import read_config, read_rows, references_of
 
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
@@ -79,7 +79,7 @@ def draw_group(group, out):
     for above in numpy.flatnonzero(overlap < 0.5):
         axes["W"].axhline(above + 0.5, color="white", linewidth=5)
         axes["R"].axhline(above + 0.5, color="white", linewidth=5)
-    names = [label(answer, group["reference"]) for answer in answers]
+    names = [label(answer, references_of(group)) for answer in answers]
     axes["P"].set_yticks([0], ["P = π(a*|s)"])
     axes["W"].set_yticks(range(len(rows)), [names[i] for i in rows])
     axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=11)
@@ -88,7 +88,7 @@ def draw_group(group, out):
     of_cer = "cer" in group["rewards"] if "rewards" in group else "verdicts" not in group
     axes["R"].set_title("R = D⁻¹W P" if of_cer else "R")
     question = shorten(" ".join(group["question"].split()), 90)
-    reference = shorten(group["reference"], 60)
+    reference = shorten(" or ".join(references_of(group)), 60)
     figure.suptitle(f"step {group['step']}: {question}\na* = {reference}", fontsize=13)
     save(figure, out)
 
@@ -109,10 +109,10 @@ def draw_matrix(axis, values, colours, digits, top=None):
     axis.spines[:].set_visible(False)
 
 
-def label(answer, reference):
+def label(answer, references):
     if answer is None:
         return "(no answer)"
-    return shorten(answer or "(empty)", 22) + (" = a*" if answer == reference else "")
+    return shorten(answer or "(empty)", 22) + (" = a*" if answer in references else "")
 
 
 def shorten(text, most):

@@ -12,39 +12,41 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from rloo import leave_one_out
 from runtime.cli import is_rank_0, say
-from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
+from runtime.files import append_rows, read_rows, references_of, to_jsonl, write_atomically
 from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 TINY = 1e-6  # rewards below this teach next to nothing
+FEW = 10  # with fewer questions the standard error is itself too uncertain for an interval
 RARE = 1e-4  # a question without a larger reward has hardly any weight beside the others
 
 
 # --------------------------------------------------------------------------------------- in numbers
 
 
-def describe(group, R, A, record):
-    """The metrics of one group. R, A [N]; record: what its reward function recorded."""
-    N = len(R)
+def describe(judged, R, A):
+    """The metrics of one group. R, A [N]."""
+    group, N = judged.group, len(R)
     # Tiny is not 0: P of a long reference can underflow, and its recorded logarithm does not.
-    log_P = max(record.get("log_P") or [R.max().log().item()])
+    log_P = judged.scores.log_P if judged.scores and judged.scores.columns else R.log()
     stated = [answer for answer in group.answers if answer]  # an empty box is no answer
     numbers = {
         "reward": R.mean().item(),
-        "exact_match": group.answers.count(group.problem.reference) / N,
+        "exact_match": sum(answer in group.problem.references for answer in group.answers) / N,
         "answered": len(stated) / N,
         "truncated": sum(group.truncated) / N,
         "unique_answers": len(set(stated)),
         "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
         "completion_tokens": sum(len(ids) for ids in group.completions) / N,
         "zero_advantage_groups": float(not A.any()),
-        "tiny_reward_groups": float(R.max() < TINY and log_P > -math.inf),
+        "tiny_reward_groups": float(R.max() < TINY and log_P.max() > -math.inf),
     }
     if group.entropies:
         numbers["entropy"] = sum(group.entropies) / N
-    if "verdicts" in record:
-        numbers["verifier_right"] = record["verdicts"].count("right") / N
+    if judged.right is not None:
+        numbers["verifier_right"] = judged.right.mean().item()
     return numbers
 
 
@@ -54,17 +56,25 @@ def means(described):
     return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
 
 
-def group_record(step, group, R, record):
+def group_record(step, judged, R):
     """One group as a row of samples.jsonl."""
+    group, scores, said = judged.group, judged.scores, {}
+    if judged.right is not None:
+        words = zip(group.answers, judged.right.tolist())
+        said["verdicts"] = [a if a is None else "right" if yes else "wrong" for a, yes in words]
+    if scores:
+        matrices = {"log_W": scores.log_W.tolist(), "log_P": scores.log_P.tolist()}
+        said |= matrices | {"distinct_answers": scores.distinct_answers, "columns": scores.columns}
     return {
         "step": step,
         "question": group.problem.question,
         "reference": group.problem.reference,
+        "references": group.problem.references,
         "texts": group.texts,
         "answers": group.answers,
         "truncated": group.truncated,
         "R": R.tolist(),
-        **record,
+        **said,
     }
 
 
@@ -103,9 +113,9 @@ def say_judgement(rows):
     """Print what judge.py's rows of samples.jsonl say about their rewards -> the table."""
     names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
     frame = pandas.DataFrame([row | row["rewards"] for row in rows])
-    samples = frame[["reference", *lists, *names]].explode([*lists, *names]).infer_objects()
+    samples = frame[[*lists, *names]].explode([*lists, *names]).infer_objects()
     samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
-    samples["verbatim"] = samples.answers == samples.reference
+    samples["verbatim"] = [a in references_of(rows[k]) for k, a in samples.answers.items()]
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
@@ -116,7 +126,8 @@ def say_judgement(rows):
         print("least CER of right answers; the model rarely writes such references:")
         for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
             answer = samples.loc[[k]].query("right").answers.iloc[0]
-            print(f"  {reward:.1e}  {answer!r:.50} for a* = {rows[k]['reference']!r:.50}")
+            reference = " or ".join(references_of(rows[k]))
+            print(f"  {reward:.1e}  {answer!r:.50} for a* = {reference!r:.50}")
     print(advice(shares, table, len(rows)))
     return table
 
@@ -134,6 +145,7 @@ def judge_rewards(samples, names):
         "AUC": numpy.mean(aucs, axis=0),
         "from": numpy.quantile(means, 0.025, axis=0),
         "to": numpy.quantile(means, 0.975, axis=0),
+        "aim": [aim(samples[name], samples.right) for name in names],
         "mean if right": right.mean(),
         "if wrong": wrong.mean(),
         "right, nothing": (right < TINY).mean(),
@@ -150,6 +162,20 @@ def auc(right, wrong):
     return ((difference > 0) + 0.5 * (difference == 0)).mean((0, 1))
 
 
+def aim(R, right):
+    """The cosine between the advantages of a reward and those of the truth, over all samples: 1 if
+    training would push every sample as the truth does. Unlike AUC it knows the size of rewards: one
+    that is tiny in most groups teaches the others alone. Nan if one of the two has no advantage.
+    R, right: Series, indexed by question."""
+
+    def advantages(series):
+        groups = [torch.tensor(group.to_numpy(float)) for _, group in series.groupby(level=0)]
+        return torch.cat([leave_one_out(group) for group in groups])
+
+    A, A_truth = advantages(R), advantages(right)
+    return (A @ A_truth / (A.norm() * A_truth.norm())).item()
+
+
 def advice(shares, table, questions):
     """What the numbers mean for training, in a sentence."""
     if "cer" in table.index and table["from"]["cer"] < 0.6:
@@ -161,6 +187,26 @@ def advice(shares, table, questions):
     if shares.verbatim < 0.7 * shares.right:
         return "Many right answers are not verbatim: use cer, or rule if a verifier reads them all"
     return "Most right answers are verbatim: exact may do, and costs least"
+
+
+def say_pass_at_1(samples):
+    """Print pass@1 of each run by the user's grades, and how it differs from the first run's.
+    samples: a DataFrame with run, question, and two columns of bool: you, verifier."""
+    runs, samples = list(samples.run.unique()), samples.astype({"you": bool, "verifier": bool})
+    samples["agree"] = samples.you == samples.verifier
+    shares = samples.groupby(["question", "run"])[["you", "verifier", "agree"]].mean().unstack()
+    yours = shares.you[runs]  # [questions, runs]
+    columns = {"pass@1": yours.mean(), "SE": yours.sem()}
+    columns |= {"its verifier's": shares.verifier.mean(), "you agree on": shares.agree.mean()}
+    table = pandas.DataFrame(columns, index=runs)
+    print(f"\n{len(yours)} questions by your grades")
+    print(table.to_string(float_format="{:.3g}".format, na_rep="-"))
+    for run in runs[1:]:
+        change = yours[run] - yours[runs[0]]  # paired by question
+        low, high = (change.mean() + sign * 1.96 * change.sem() for sign in (-1, 1))
+        interval = f"95%: {low:.3g} to {high:.3g}"
+        interval = interval if len(change) >= FEW else f"grade {FEW} questions for an interval"
+        print(f"{run} minus {runs[0]}: {brief(change.mean())} ({interval})")
 
 
 # ------------------------------------------------------------------------------------------ the log
@@ -216,7 +262,8 @@ class RunLog:
         write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
         when = f"after step {step}" if step else "before training"
         say(f"{when}  pass@1 {brief(numbers['pass_at_1'])}{plus_minus(numbers)}")
-        right = "right" if sample["correct"] else f"wrong, a* is {sample['reference']}"
+        a_star = " or ".join(sample["references"])
+        right = "right" if sample["correct"] else f"wrong, a* is {a_star}"
         question, text = (" ".join(sample[key].split()) for key in ("question", "text"))
         say(f"  a sample: {question[-100:]} -> {text[-160:]}  ({right})")
 
@@ -230,12 +277,12 @@ class RunLog:
         now = time.perf_counter()
         self.seconds[part], self.since = now - self.since, now
 
-    def step(self, step, groups, R, A, records, numbers):
+    def step(self, step, judged, R, A, numbers):
         """Write and print a step: the means over the groups of all ranks, and more numbers."""
-        described = all_gather([describe(*each) for each in zip(groups, R, A, records)])
+        described = all_gather([describe(*each) for each in zip(judged, R, A)])
         largest = [
-            {"step": step, "question": group.problem.question, "best": best}
-            for group, best in zip(groups, R.amax(1).tolist())
+            {"step": step, "question": each.group.problem.question, "best": best}
+            for each, best in zip(judged, R.amax(1).tolist())
         ]
         largest = all_gather(largest)
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
@@ -244,7 +291,7 @@ class RunLog:
         self.lines.append(line)
         append_rows(self.out / "questions.jsonl", largest)
         append_rows(self.out / "metrics.jsonl", [line])
-        kept = list(zip(groups, R, records))[:GROUPS_A_STEP]
+        kept = list(zip(judged, R))[:GROUPS_A_STEP]
         append_rows(self.out / "samples.jsonl", [group_record(step, *each) for each in kept])
 
         now = time.perf_counter()

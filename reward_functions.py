@@ -1,105 +1,106 @@
 """The paper's six rewards by name.
 
-A reward function takes the groups of a step and returns R [B, N], in [0, 1], and for each group a
-record for samples.jsonl, with CER's matrices or a verifier's verdicts. It declares the keyword
-arguments that it needs (actor, tokenizer, M, verifier_model) and ignores the others. A sample
-without an answer (no closed box) gets reward 0 from every reward function.
-
-REWARDS names each reward with the function that computes it and the one that makes the training
-rows from it (rloo.py). For a reward of your own add a function and a line there.
+`judge` asks about each group whoever has to be asked, once: the actor for W and P, or a verifier
+for its verdicts. A reward is then a function of what they said -> R [N], in [0, 1]. It calls no
+model. For a reward of your own add a function and a line to REWARDS.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 import cer
 from rloo import rloo_rows, verifree_rows
 from runtime.cli import progress, require
-from tasks.general_verifier import ask
-from tasks.verifiers import is_right
+from tasks.verifiers import verify
 
 
-def conditional_expectation(groups, *, actor, tokenizer, M, **_):
+@dataclass(frozen=True)
+class Judged:
+    """A group, and what the judges said about it, as far as they were asked."""
+
+    group: object  # rollout.Group
+    scores: cer.Scores | None  # W and P, by the actor
+    verdicts: dict[str, torch.Tensor]  # by judge: [N], 1.0 where it accepts the answer
+
+    @property
+    def right(self):
+        """What the first of them accepts [N], or None."""
+        return next(iter(self.verdicts.values()), None)
+
+
+def judge(groups, judges, actor, tokenizer, M=None, verifier_model=None):
+    """-> list of Judged. judges: some of "actor", "rule" (each problem's own verifier) and names of
+    verifiers."""
+    scores, verdicts = [None] * len(groups), [{} for _ in groups]
+    if "actor" in judges:
+        inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
+        scores = [cer.score(actor, tokenizer, *each) for each in progress("reward", inputs)]
+    pairs = [(g.problem, answer) for g in groups for answer in g.answers]
+    for name in sorted(judges - {"actor"}, reverse=True):  # "rule" comes first
+        right = torch.tensor(verify(pairs, verifier_model, None if name == "rule" else name))
+        for of_group, R in zip(verdicts, right.float().view(len(groups), -1)):
+            of_group[name] = R
+    return [Judged(*each) for each in zip(groups, scores, verdicts)]
+
+
+# -------------------------------------------------------------------------------------- the rewards
+
+
+def conditional_expectation(judged):
     """Conditional Expectation Reward, R = D^-1 W P (Eq. 8). The actor itself is the judge."""
-    R, records = [], []
-    for group in progress("reward", groups, unit="question"):
-        prompt, a_star = group.prompt, group.problem.reference
-        R_group, matrices = cer.rewards(actor, tokenizer, prompt, group.completions, a_star, M)
-        R.append(R_group)
-        log_W, log_P = matrices.log_W.tolist(), matrices.log_P.tolist()
-        records.append(vars(matrices) | {"log_W": log_W, "log_P": log_P})
-    return torch.stack(R), records
+    return judged.scores.cer()
 
 
-def exact_match(groups, **_):
-    """1 where the answer is the reference verbatim."""
-    right = [[answer == group.problem.reference for answer in group.answers] for group in groups]
-    return torch.tensor(right, dtype=torch.float32), [{} for _ in groups]
+def exact_match(judged):
+    """1 where the answer is a reference verbatim."""
+    references = judged.group.problem.references
+    return torch.tensor([float(answer in references) for answer in judged.group.answers])
 
 
-def rule(groups, **_):
-    """1 where the data set's own verifier accepts the answer."""
-    return by_verdict(groups, is_right)
+def rule(judged):
+    """1 where the question's verifier accepts the answer."""
+    return judged.verdicts["rule"]
 
 
-def rule_and_cer(groups, **models):
+def general_verifier(judged):
+    """1 where another language model accepts the answer, whatever the question's verifier is."""
+    return judged.verdicts["general-verifier"]
+
+
+def rule_and_cer(judged):
     """The plain average of rule and CER."""
-    R_rule, verdicts = rule(groups)
-    R_cer, matrices = conditional_expectation(groups, **models)
-    return (R_rule + R_cer) / 2, [a | b for a, b in zip(verdicts, matrices)]
+    return (rule(judged) + conditional_expectation(judged)) / 2
 
 
-def verifree(groups, *, actor, tokenizer, **_):
-    """VeriFree: R_i = pi(a*|s_i, q), whatever answer was sampled. (An answer is needed only to know
-    where the solution ends.) The update then teaches a* in its place (rloo.verifree_rows)."""
-    R, records = torch.zeros(len(groups), len(groups[0].answers)), []
-    for R_group, group in zip(R, progress("reward", groups, unit="question")):
-        answered = [i for i, answer in enumerate(group.answers) if answer is not None]
-        contexts = [group.prompt + group.solution(i) for i in answered]
-        log_P = cer.answer_logprobs(actor, tokenizer, contexts, [group.problem.reference])[0]
-        R_group[answered] = log_P.exp().cpu()
-        records.append({"log_P": log_P.tolist()})
-    return R, records
+def verifree(judged):
+    """VeriFree: R_i = pi(a*|s_i, q), whatever answer was sampled. The update then teaches a* in its
+    place (rloo.verifree_rows)."""
+    return judged.scores.P()
 
 
-def general_verifier(groups, *, verifier_model, **_):
-    """1 where another language model judges the answer equal to the reference. It is asked once for
-    each distinct (problem, answer) of the groups, all together. An empty box is wrong."""
-    pairs = [(group.problem, answer) for group in groups for answer in group.answers if answer]
-    distinct = list(dict.fromkeys(pairs))
-    accepted = dict(zip(distinct, ask(verifier_model, distinct)))
-    return by_verdict(groups, lambda problem, answer: accepted.get((problem, answer), False))
+@dataclass(frozen=True)
+class Reward:
+    of: Callable  # Judged -> R [N]
+    judges: set  # whom it needs
+    rows: Callable = rloo_rows  # (Judged, R, A, tokenizer) -> its training rows
 
 
-def by_verdict(groups, judge):
-    """judge(problem, answer) -> R [B, N], 1 where it returns True, and records with the verdicts,
-    "right", "wrong", or None without an answer. It is asked once for each distinct answer of a
-    group."""
-    records = []
-    for group in groups:
-        verdicts = {None: None}
-        for answer in set(group.answers) - {None}:
-            verdicts[answer] = "right" if judge(group.problem, answer) else "wrong"
-        records.append({"verdicts": [verdicts[answer] for answer in group.answers]})
-    R = [[float(verdict == "right") for verdict in record["verdicts"]] for record in records]
-    return torch.tensor(R), records
-
-
-REWARDS = {  # name: (reward function, its training rows)
-    "cer": (conditional_expectation, rloo_rows),
-    "exact": (exact_match, rloo_rows),
-    "rule": (rule, rloo_rows),
-    "rule+cer": (rule_and_cer, rloo_rows),
-    "verifree": (verifree, verifree_rows),
-    "general-verifier": (general_verifier, rloo_rows),
+REWARDS = {
+    "cer": Reward(conditional_expectation, {"actor"}),
+    "exact": Reward(exact_match, set()),
+    "rule": Reward(rule, {"rule"}),
+    "rule+cer": Reward(rule_and_cer, {"actor", "rule"}),
+    "verifree": Reward(verifree, {"actor"}, verifree_rows),
+    "general-verifier": Reward(general_verifier, {"general-verifier"}),
 }
 
 
-def compute_rewards(name, groups, **models):
-    """The reward of this name, checked -> R [B, N] and B records."""
-    function, _ = REWARDS[name]
-    R, records = function(groups, **models)
-    shape = len(groups), len(groups[0].answers)
-    fits = R.shape == shape and R.isfinite().all() and len(records) == len(groups)
-    form = f"finite numbers R {shape}, questions x samples, and a record (a dict) for each group"
-    require(fits, f"the reward {name!r} must return {form}, not {R!r:.200}")
-    return R.float(), records
+def rewards(name, judged):
+    """R [B, N] of a step, checked."""
+    R = [REWARDS[name].of(each) for each in judged]
+    for R_group, each in zip(R, judged):
+        fits = R_group.shape == (len(each.group.answers),) and R_group.isfinite().all()
+        require(fits, f"the reward {name!r} must give each sample a finite number, not {R_group}")
+    return torch.stack(R)

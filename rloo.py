@@ -47,16 +47,17 @@ class TrainingRow:
     weights: list[float]  # 0: left out of the loss
 
 
-def rloo_rows(group, R, A, tokenizer):
+def rloo_rows(judged, R, A, tokenizer):
     """The training rows of one question. Every sampled token of sample i has weight A_i, also those
     after the box. The prompt's tokens have weight 0. R, A [N] -> N rows."""
+    group = judged.group
     return [
         TrainingRow(group.prompt + ids, [0.0] * len(group.prompt) + [A_i] * len(ids))
         for ids, A_i in zip(group.completions, A.tolist())
     ]
 
 
-def verifree_rows(group, R, A, tokenizer):
+def verifree_rows(judged, R, A, tokenizer):
     """VeriFree's training rows. The solution is followed by the reference's tokens, "{a*}", in
     place of the sampled answer. The solution's tokens have weight A_i, and the reference's
     R_i = pi(a*|s_i):
@@ -65,13 +66,14 @@ def verifree_rows(group, R, A, tokenizer):
 
     R_i is a sum over all tokens that can close the box. The row closes it with the text of the
     token that closed the sample's own box, so each closing token is taught as often as the model
-    uses it.
+    uses it. In the same way, of several references each is taught as often as the model uses it:
+    their sum is R_i, and a row teaches one of them, drawn in proportion.
     """
-    rows = []
+    group, rows, references = judged.group, [], judged.scores.draw_references()
     for i, (box, R_i, A_i) in enumerate(zip(group.boxes, R.tolist(), A.tolist())):
         solution, reference = group.solution(i), []
         if box:
-            reference = vocabulary(tokenizer).encode("{" + group.problem.reference + box.closing)
+            reference = vocabulary(tokenizer).encode("{" + references[i] + box.closing)
         weights = [0.0] * len(group.prompt) + [A_i] * len(solution) + [R_i] * len(reference)
         rows.append(TrainingRow(group.prompt + solution + reference, weights))
     return rows

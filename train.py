@@ -17,7 +17,7 @@ from engine.memory import check_disk, plan_memory
 from engine.policy import check_training, copy_weights, make_policy
 from evaluate import evaluate
 from report import RunLog
-from reward_functions import REWARDS, compute_rewards
+from reward_functions import REWARDS, judge, rewards
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime import cli
@@ -26,6 +26,7 @@ from runtime.files import read_config
 from runtime.ranks import Stop, all_gather, init_ranks, make_directory, seed_everything
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
+from tasks.general_verifier import GENERAL_VERIFIER
 from tasks.prompts import usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -35,42 +36,52 @@ def main():
     device = init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
     cli.require(args.questions >= world, f"--questions must be at least {world}, one per rank")
-    problems, held_out = load_problems(args.dataset, verifier=args.verifier), []
+
+    # The questions, and a directory for the run.
+    problems = load_problems(args.dataset, verifier=args.verifier)
+    held_out = []
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
     out = make_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
-    model_path = args.model or toy_model.make_model(out / "warm-start", args)
 
-    # The actor samples and scores. The policy is trained, and copied to the actor after each step.
+    # The actor samples and scores. Some rewards and verifiers ask a second model.
+    model_path = args.model or toy_model.make_model(out / "warm-start", args)
     actor, tokenizer = load(model_path, device, check_sampling, check_scoring)
+    reward = REWARDS[args.reward]
+    asked = held_out + problems * ("rule" in reward.judges)
+    by_model = "general-verifier" in {*reward.judges, *(problem.verifier for problem in asked)}
+    verifier = load(args.verifier_model, device) if by_model else None
     problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
     if held_out:
         held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
+
+    # A resumed run keeps its data and its flags.
     data = fingerprint(problems, held_out, tokenizer.chat_template)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, FREE, last_step)
-    inputs = {"actor": actor, "tokenizer": tokenizer, "M": args.m}  # of the reward functions
-    if args.reward == "general-verifier":
-        inputs["verifier_model"] = load(args.verifier_model, device)
+
+    # The policy is trained, and copied to the actor after each step.
     longest_row = longest + args.max_new_tokens + longest_reference(tokenizer, problems)
-    asked = args.microbatch_tokens, args.cpu_offload
-    token_budget, offload, memory = plan_memory(actor, longest_row, *asked)
-    disk = check_disk(actor, out, args.keep)
+    memory = plan_memory(actor, longest_row, args.microbatch_tokens, args.cpu_offload)
+    token_budget, offload, memory_line = memory
+    disk_line = check_disk(actor, out, args.keep)
     policy, optimizer = make_policy(model_path, offload, args.lr)
-    first_step = 1 + (load_checkpoint(out, policy, optimizer) if args.resume else 0)
+    first_step = 1
+    if args.resume:
+        first_step += load_checkpoint(out, policy, optimizer)
     copy_weights(policy, actor)
     check_training(policy, actor)
 
-    _, training_rows = REWARDS[args.reward]
-    order = in_epochs(problems, last_step * args.questions, args.seed)
+    # Evaluate before the first step, or what a kill has left unevaluated.
     log = RunLog(out, args, data, first_step, last_step)
+    log.header(actor, problems, f"{memory_line}\n{disk_line}")
+    order = in_epochs(problems, last_step * args.questions, args.seed)
     stop = Stop()
-    log.header(actor, problems, f"{memory}\n{disk}")
     step = first_step - 1
-    due = step % args.eval_every == 0 or step == last_step  # a kill may have ended this one
+    due = step % args.eval_every == 0 or step == last_step
     if held_out and due and not log.has_evaluation():
-        log.evaluated(*evaluation(actor, tokenizer, held_out, args))
+        log.evaluated(*evaluation(actor, tokenizer, held_out, args, verifier))
 
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
@@ -81,29 +92,32 @@ def main():
         groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
         log.lap("sample")
 
-        # 2. Reward: R [b, N]. No gradient flows through it.
-        R, records = compute_rewards(args.reward, groups, **inputs)
+        # 2. Judge: W and P of each group under the actor, or a verifier's verdicts.
+        judged = judge(groups, reward.judges, actor, tokenizer, args.m, verifier)
         log.lap("reward")
 
-        # 3. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
+        # 3. Reward: a function of that alone. R [b, N]. No gradient flows through it.
+        R = rewards(args.reward, judged)
+
+        # 4. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
         A = leave_one_out(R)
 
-        # 4. Update: one optimizer step on the samples of all ranks.
-        rows = [row for g, r, a in zip(groups, R, A) for row in training_rows(g, r, a, tokenizer)]
+        # 5. Update: one optimizer step on the samples of all ranks.
+        rows = [row for j, r, a in zip(judged, R, A) for row in reward.rows(j, r, a, tokenizer)]
         lr = learning_rate(step, last_step, args)
         loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, token_budget)
         copy_weights(policy, actor)
         log.lap("update")
 
-        # 5. Report, evaluate, save.
+        # 6. Report, evaluate, save.
         last, stopping = step == last_step, stop.after(grad_norm)
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
-        log.step(step, groups, R, A, records, numbers)
+        log.step(step, judged, R, A, numbers)
         evaluating = held_out and (last or (step % args.eval_every == 0 and not stopping))
         if last or stopping or evaluating or step % args.save_every == 0:
             save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
         if evaluating:
-            log.evaluated(*evaluation(actor, tokenizer, held_out, args))
+            log.evaluated(*evaluation(actor, tokenizer, held_out, args, verifier))
         if stopping:
             break
 
@@ -125,11 +139,11 @@ def learning_rate(step, last_step, args):
     return args.lr * (1 + fraction * (args.lr_end - 1))
 
 
-def evaluation(actor, tokenizer, problems, args):
+def evaluation(actor, tokenizer, problems, args, verifier):
     """evaluate() with the flags of this run."""
     sampling = dict(temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k)
     runs, tokens = args.eval_runs, args.max_new_tokens
-    return evaluate(actor, tokenizer, problems, runs, tokens, args.seed, **sampling)
+    return evaluate(actor, tokenizer, problems, runs, tokens, args.seed, verifier, **sampling)
 
 
 # ------------------------------------------------------------------------------------------ set-up
@@ -137,8 +151,8 @@ def evaluation(actor, tokenizer, problems, args):
 
 def longest_reference(tokenizer, problems):
     """The tokens of the longest reference, which CER and VeriFree read after a solution."""
-    references = tokenizer([f"{{{problem.reference}}}" for problem in problems])["input_ids"]
-    return max(map(len, references))
+    references = [f"{{{each}}}" for problem in problems for each in problem.references]
+    return max(map(len, tokenizer(references)["input_ids"]))
 
 
 # -------------------------------------------------------------------------------------------- flags
@@ -157,7 +171,7 @@ def make_parser():
     add("--dataset", help=f"{names}, or a file (default: toy, or math7.5k with --model)")
     add("--reward", default="cer", choices=REWARDS, help="reward function")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
-    add("--verifier-model", default="TIGER-Lab/general-verifier", help="for general-verifier")
+    add("--verifier-model", default=GENERAL_VERIFIER, help="for general-verifier")
     add = parser.add_argument_group("the batch").add_argument
     add("--questions", type=count, default=32, help="B, questions per step, over all ranks")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")

@@ -97,6 +97,15 @@ def extend(model, so_far, tokens, bar, settings):
     # A static cache is written in place. The default one is copied whole at every token. Compiled,
     # transformers (5.23) would repeat the keys of grouped queries for all heads.
     cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)
+    # Equal rows, such as the N prompts of a question, are read once. (generate reads the last token.)
+    different = [list(row) for row in dict.fromkeys(map(tuple, so_far))]
+    if len(different) < len(so_far):
+        which = torch.tensor([different.index(row) for row in so_far], device=model.device)
+        first = torch.tensor([so_far.index(row) for row in different], device=model.device)
+        read = dict(input_ids=ids[first, :-1], attention_mask=mask[first, :-1], past_key_values=cache)
+        positions = (mask[first, :-1].cumsum(-1) - 1).clamp_min(0)
+        model.base_model(**read, position_ids=positions, use_cache=True)
+        cache.reorder_cache(which)
     settings = settings | {"max_new_tokens": tokens, "disable_compile": True}
     longer = model.generate(
         ids,

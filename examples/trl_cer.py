@@ -94,7 +94,7 @@ def main():
 
     beyond = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
     problems = load_problems(args.dataset)
-    rows = [{"prompt": chat_messages(p), "reference": p.reference} for p in problems]
+    rows = [{"prompt": chat_messages(p), "reference": p.references} for p in problems]
     Config, Trainer = (GRPOConfig, GRPOTrainer) if args.grpo else (RLOOConfig, RLOOTrainer)
     config = Config(
         temperature=1.0,

@@ -49,6 +49,11 @@ def table_rows(table):
     return table.to_pylist()
 
 
+def references_of(row):
+    """The references of a line of samples.jsonl. Older files have only one, `reference`."""
+    return row.get("references") or [row["reference"]]
+
+
 def write_atomically(path, text):
     """Write beside path, then rename. A killed process leaves the old file or the new one. Only
     rank 0 writes."""

@@ -22,6 +22,12 @@ class Problem:
     question: str  # q, with the options of a multiple-choice question as lines "A: ..."
     reference: str  # a*, as the data set has it, without white space at its ends
     verifier: str = "math"  # how answers are verified: a name in verifiers.VERIFIERS
+    others: tuple[str, ...] = ()  # what else would be right as well, in other words
+
+    @property
+    def references(self):
+        """All that the data set has, each once. An answer is right if it is one of them."""
+        return (self.reference, *self.others)
 
 
 TOY = ("toy", "toy-test")  # made by toy.py
@@ -45,11 +51,12 @@ def load_problems(name_or_path, limit=None, verifier=None):
     """Load a data set -> list[Problem], only the first `limit` if it is given. The data set is a
     name in TOY or HUB, a local .jsonl, .json or .parquet file, or the id of another one on the hub.
 
-    Columns: `question` or `problem`; `answer`, or `solution` with a box; `options` for multiple
-    choice, whose answer is a letter (in `answer_letter`, if the row has it); `verifier`, a name in
-    VERIFIERS. Rows that name no verifier get "letter" if they have options, else the one given, or
-    "math" from the hub and "text" from a file. Rows without a usable question, reference and
-    verifier are left out and counted. Raises InputError if no row is left.
+    Columns: `question` or `problem`; `answer`, one or a list of which each is right, or `solution`
+    with a box; `options` for multiple choice, whose answer is a letter (in `answer_letter`, if the
+    row has it); `verifier`, a name in VERIFIERS. Rows that name no verifier get "letter" if they
+    have options, else the one given, or "math" from the hub and "text" from a file. Rows without a
+    usable question, reference and verifier are left out and counted. Raises InputError if no row is
+    left.
     """
     name = str(name_or_path)
     rows, default = load_rows(name, verifier)
@@ -65,6 +72,8 @@ def load_problems(name_or_path, limit=None, verifier=None):
     require(problems, f"{name}: no row can be used; {'; '.join(counts)}; {columns}")
     for count in counts:
         say(f"{name}: left out: {count}")
+    if several := sum(len(problem.references) > 1 for problem in problems):
+        say(f"{name}: {several} of {len(rows)} answers are lists: one of the list is enough")
     return problems[:limit]
 
 
@@ -112,21 +121,28 @@ def to_problem(row, verifier):
     cannot be used, in the same words for all rows of which that is true."""
     question, options = row.get("question") or row.get("problem"), row.get("options")
     require(isinstance(question, str) and question.strip(), "no question (`question`, `problem`)")
-    reference = find_reference(row)
+    references = find_references(row)
     if options:
-        question, verifier = with_options(question, options, reference), "letter"
+        question, verifier = with_options(question, options, references), "letter"
     # These are valid in JSON, but not in UTF-8, and no tokenizer takes them.
-    require(not re.search("[\ud800-\udfff]", question + reference), "a lone surrogate in the text")
+    texts = "".join([question, *references])
+    require(not re.search("[\ud800-\udfff]", texts), "a lone surrogate in the text")
     verifier = row.get("verifier") or verifier
-    require(verifier in [*VERIFIERS], f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
-    return Problem(question, reference, verifier)
+    require(verifier in VERIFIERS, f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
+    return Problem(question, references[0], verifier, tuple(references[1:]))
 
 
-def find_reference(row):
-    """The reference of a row, verbatim, except that numbers become text, and that white space at
-    its ends and a box around all of it are taken off."""
+def find_references(row):
+    """The distinct references of a row, at least one. A list holds several people's answers, or
+    several wordings."""
     answer = (row.get("options") and row.get("answer_letter")) or row.get("answer")
-    require(not isinstance(answer, list), "the reference is a list: only one spelling can be given")
+    answers = answer if isinstance(answer, list) and answer else [answer]
+    return list(dict.fromkeys(find_reference(row, each) for each in answers))
+
+
+def find_reference(row, answer):
+    """A reference verbatim, except that numbers become text, and that white space at its ends and a
+    box around all of it are taken off. It is in the row's solution if there is no answer."""
     in_solution = answer in (None, "")
     text = as_text(row.get("solution") if in_solution else answer) or ""
     text = text.rsplit("\n#### ")[-1].strip()  # GSM8K writes its working before this mark
@@ -139,12 +155,12 @@ def find_reference(row):
     return text
 
 
-def with_options(question, options, reference):
-    """The question with its options as lines "A: ...". The reference is the letter of one."""
+def with_options(question, options, references):
+    """The question with its options as lines "A: ...". A reference is the letter of one."""
     require(isinstance(options, list) and len(options) <= 26, "no list of at most 26 options")
     by_letter = dict(zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", map(as_text, options)))
     require(None not in by_letter.values(), "an option is neither text nor a finite number")
-    require(reference in by_letter, "the answer is not the letter of an option")
+    require({*references} <= {*by_letter}, "the answer is not the letter of an option")
     return "\n".join([question, *(f"{letter}: {text}" for letter, text in by_letter.items())])
 
 

@@ -3,7 +3,9 @@
 import re
 
 from engine.sampling import generate
+from runtime.cli import say
 
+GENERAL_VERIFIER = "TIGER-Lab/general-verifier"  # what --verifier-model is by default
 VERIFIER_TOKENS = 1024  # longest reply
 # The prompt that TIGER-Lab/general-verifier was trained on, verbatim. It uses no chat template.
 VERIFIER_PROMPT = """\
@@ -21,14 +23,23 @@ If the student's answer is correct, output "Final Decision: Yes". If the student
 incorrect, output "Final Decision: No". Assistant:"""
 
 
-def ask(verifier_model, pairs):
+def ask(pairs, verifier_model):
     """(problem, answer) pairs -> whether each is right, by greedy decoding. verifier_model: (model,
     tokenizer)."""
     model, tokenizer = verifier_model
-    texts = [VERIFIER_PROMPT.format(answer=answer, **vars(problem)) for problem, answer in pairs]
+    texts = [
+        VERIFIER_PROMPT.format(
+            question=problem.question, reference=" or ".join(problem.references), answer=answer
+        )
+        for problem, answer in pairs
+    ]
     prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
-    return [accepts(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
+    replies = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
+    undecided = sum("Final Decision: " not in reply for reply in replies)
+    if undecided > len(replies) / 2:  # a model that was not trained on this prompt
+        say(f"the verifier's model: {undecided} of {len(replies)} replies hold no decision (wrong)")
+    return [accepts(reply) for reply in replies]
 
 
 def accepts(reply):

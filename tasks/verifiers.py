@@ -1,10 +1,12 @@
-"""The verifiers. They decide which answers are right, for the reward `rule` and for pass@1.
+"""The verifiers. They decide which answers are right, for the reward `rule`, for pass@1 and for
+judge.py. `verify` asks them.
 
 A row of a data set may name its verifier. To add your own, write a function
-(answer, reference) -> bool and list it in VERIFIERS. An answer on which it raises an error counts
-as wrong, and the run goes on.
+(answer, reference) -> bool and list it in PROGRAMS. An answer on which it raises an error counts
+as wrong, and the run goes on. What has to see the question belongs in MODELS.
 """
 
+import collections
 import logging
 import re
 import unicodedata
@@ -14,7 +16,7 @@ from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
 from runtime.cli import message_of, require, say
-from tasks import toy
+from tasks import general_verifier, toy
 
 # math-verify with the settings of the paper's authors. Its time limit is 5 seconds.
 NORMALIZATION = NormalizationConfig(
@@ -62,32 +64,57 @@ def plain_text(text):
     return plain[LEADING_PUNCTUATION.match(plain).end() :] or text
 
 
-# The keys are the names that the rows of a data set use (tasks.data.Problem.verifier).
-VERIFIERS = {
+# Programs: (answer, reference) -> bool. Of several references one is enough.
+PROGRAMS = {
     "math": equal_in_mathematics,
     "letter": same_letter,
     "text": same_text,
     "toy-rule": toy.same_digits,
     "toy-truth": toy.same_number,
 }
+# What also reads the question, or many answers at once: ((problem, answer) pairs, verifier_model)
+# -> list of bool.
+MODELS = {"general-verifier": general_verifier.ask}
+VERIFIERS = [*PROGRAMS, *MODELS]  # the names that the rows of a data set use (Problem.verifier)
 
 
-FAILED = set()  # the verifiers whose first error has been printed
+def verify(pairs, verifier_model=None, verifier=None):
+    """(problem, answer) pairs -> whether each answer is right, list of bool. No answer, None or an
+    empty box, is wrong. A verifier decides once about each distinct pair: the problem's own, or the
+    one that is given. verifier_model: (model, tokenizer), for general-verifier."""
+    by_name = collections.defaultdict(list)
+    for problem, answer in dict.fromkeys(pairs):
+        if answer:
+            by_name[verifier or problem.verifier].append((problem, answer))
+    right = set()
+    for name, asked in by_name.items():
+        if name in PROGRAMS:
+            verdicts = [accepts(name, *pair) for pair in asked]
+        else:
+            verdicts = MODELS[name](asked, verifier_model)
+        fits = len(verdicts) == len(asked)
+        require(fits, f"the verifier {name!r} must give a bool for each of {len(asked)} answers")
+        right.update(pair for pair, verdict in zip(asked, verdicts) if verdict)
+    return [pair in right for pair in pairs]
 
 
-def is_right(problem, answer):
-    """Whether the problem's verifier accepts an answer. No answer, None, is wrong, and so is one on
-    which the verifier raises an error; its first error is printed."""
-    if answer is None:
-        return False
-    name = problem.verifier
-    try:
-        right = VERIFIERS[name](answer, problem.reference)
-    except Exception as error:  # one answer must not end a run
-        if name not in FAILED:
-            where = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
-            say(f"the verifier {name!r} fails on {where}: {message_of(error)}")
-        FAILED.add(name)
-        return False
-    require(isinstance(right, bool), f"the verifier {name!r} must return a bool, not {right!r:.80}")
-    return right
+FAILED = set()  # the programs whose first error has been printed
+
+
+def accepts(name, problem, answer):
+    """Whether a program accepts an answer for one of the references. An error is no acceptance, and
+    its first one is printed."""
+    for reference in problem.references:
+        try:
+            right = PROGRAMS[name](answer, reference)
+        except Exception as error:  # one answer must not end a run
+            if name not in FAILED:
+                where = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
+                say(f"the verifier {name!r} fails on {where}: {message_of(error)}")
+            FAILED.add(name)
+            continue
+        fits = isinstance(right, bool)
+        require(fits, f"the verifier {name!r} must return a bool, not {right!r:.80}")
+        if right:
+            return True
+    return False

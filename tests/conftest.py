@@ -182,9 +182,11 @@ def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
 
 
 def group_of(tokenizer, texts, reference, verifier="toy-rule"):
-    """A group with hand-written completions."""
+    """A group with hand-written completions. reference: a string, or a list of strings."""
     vocab, stop = vocabulary(tokenizer), tokenizer.eos_token_id
-    problem, prompt = data.Problem("How many eggs?", reference, verifier), "How many eggs?\n"
+    first, *others = [reference] if isinstance(reference, str) else reference
+    problem = data.Problem("How many eggs?", first, verifier, tuple(others))
+    prompt = "How many eggs?\n"
     completions = [vocab.encode(text) + [stop] for text in texts]
     entropies = [0.0] * len(texts)
     return to_group(tokenizer, [stop], problem, vocab.encode(prompt), completions, entropies)

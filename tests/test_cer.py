@@ -1,6 +1,7 @@
 """CER against its specification, examples/one_file.py, and what the paper promises on distributions
 small enough to enumerate."""
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import group_of, on_devices, tiny_model
 from one_file import log_pi, log_probs
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cer
@@ -175,6 +176,12 @@ def test_theorem_2_the_expected_reward_is_that_of_exact_match(seed):
     assert (p_answer @ rho - p_answer).abs().max() < 1e-12
     # and for each answer the rewards over all references are probabilities: they sum to 1
     assert (rho >= 0).all() and (rho.sum(1) - 1).abs().max() < 1e-12
+    # With several references a* is the event that the answer is one of them. It is as if the model
+    # wrote one text for all of them, which is likely after s as the sum says.
+    merged = torch.stack([likelihood[:, 0], likelihood[:, 1], likelihood[:, 2:].sum(1)], 1)
+    of_event = exact_cer(prior, torch.cat([likelihood, merged[:, 2:]], 1))[:5, 5]
+    assert (of_event - rho[:, 2:].sum(1)).abs().max() < 1e-12
+    assert (p_answer @ of_event - p_answer[2:].sum()).abs() < 1e-12
 
 
 def test_cer_equals_the_matrix_formula():
@@ -224,6 +231,39 @@ def test_a_distinct_answer_is_scored_once(tokenizer, monkeypatch):
     assert torch.equal(matrices.log_P, matrices.log_W[1])  # a* is "7"
 
 
+def test_the_reward_of_several_references_is_the_sum_of_theirs(tokenizer):
+    """One that is there twice counts once. That P is their sum: test_rewards.py, random texts."""
+    references = ["7", "12 eggs", "seven"]
+    each = [rewards_of(tokenizer, TEXTS, reference)[0] for reference in references]
+    R, scores = rewards_of(tokenizer, TEXTS, [*references, "7", "12 eggs"])
+    assert torch.allclose(R, sum(each), atol=1e-6) and scores.references == references
+    assert torch.equal(R, rewards_of(tokenizer, TEXTS, tuple(references))[0])
+    assert torch.equal(rewards_of(tokenizer, TEXTS, ["7"])[0], each[0])
+
+
+def test_two_references_that_the_tokenizer_makes_one_count_once(tokenizer):
+    """As Qwen's tokenizer does with the two codes of é. Otherwise P could exceed 1."""
+    composing = copy.deepcopy(tokenizer)
+    composing.backend_tokenizer.normalizer = normalizers.NFC()
+    twice, _ = rewards_of(composing, TEXTS, ["caf\xe9", "cafe\u0301"])
+    assert torch.equal(twice, rewards_of(composing, TEXTS, "caf\xe9")[0])
+
+
+def test_a_reference_is_drawn_in_proportion_to_its_probability(tokenizer):
+    """Also where all of them are too small for a float. And none without a closed box."""
+    answers, references = ["7", None, "8"], ["7", "seven", "it is 7"]
+    log_references = torch.tensor([[0.6, 0.3], [0.3, 0.1], [0.1, 0.6]]).log()
+    log_references[:, 1] -= 1000
+    scores = cer.Scores(answers, references, ["7", "8"], [0, 2], torch.zeros(2, 2), log_references)
+    drawn = [Counter(of) for of in zip(*(scores.draw_references() for _ in range(2000)))]
+    assert drawn[1] == {None: 2000}
+    for of_sample, shares in zip(drawn[::2], ([0.6, 0.3, 0.1], [0.3, 0.1, 0.6])):
+        found = [of_sample[reference] / 2000 for reference in references]
+        assert found == pytest.approx(shares, abs=0.05)
+    _, nothing = rewards_of(tokenizer, ["no box"] * 3, references)
+    assert nothing.draw_references() == [None] * 3
+
+
 def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
     group = group_of(tokenizer, [r"so \boxed{7}", r"\boxed{8}"], "7")
     prompt, completions = group.prompt, group.completions
@@ -232,7 +272,7 @@ def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
         ((torch.tensor(prompt), completions, "7"), "lists of token ids"),
         ((prompt, whole, "7"), "begin with the prompt"),
         ((prompt, [[len(tokenizer)]], "7"), "not in the tokenizer's range"),
-        ((prompt, completions, 7), "must be a string"),
+        *(((prompt, completions, bad), "must be a string, or") for bad in (7, ["7", 7], [], None)),
         ((prompt, completions, "7", 0), "M must be at least 1"),
     ]
     model = tiny_model(len(tokenizer))

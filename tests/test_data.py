@@ -8,9 +8,10 @@ from datasets import Dataset
 
 from engine.tokens import split_answer
 from runtime.cli import InputError
-from tasks import toy
+from tasks import toy, toy_model
 from tasks.data import Problem, load_problems
-from tasks.verifiers import VERIFIERS, is_right
+from tasks.verifiers import MODELS, PROGRAMS, verify
+from train import longest_reference
 
 BOXES = {
     r"so \boxed{\frac{1}{2}}.": r"\frac{1}{2}",
@@ -68,7 +69,7 @@ def test_the_columns_of_the_hub(load_rows):
 
 def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     good = {"question": "q", "answer": "14"}
-    bad = [good | {"answer": a} for a in ("cold}", "", " ", [1], True, float("nan"), None, 1e999)]
+    bad = [good | {"answer": a} for a in ("cold}", "", " ", [[1]], True, float("nan"), None, 1e999)]
     bad += [good | {"answer": r"\boxed{3} or \boxed{5}"}]
     bad += [good | {"question": q} for q in ("", 3, None, "\ud800")]
     bad += [{"question": "q", "solution": s} for s in (r"\boxed{}", r"\boxed 2")]
@@ -78,12 +79,26 @@ def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     # The limit counts usable rows.
     assert load_rows([*bad, good, good, good], limit=2) == [Problem("q", "14", "text")] * 2
     said = capsys.readouterr().err
-    assert "is a list: only one spelling" in said
-    rows = {"braces": "1, 9", "box": "2, 3, 5", "given": "4", "text": "13, 20"}
+    rows = {"braces": "1, 9", "box": "2, 3, 4", "text": "13, 20"}
     rows |= {"problem": "10, 11, 12", "option": "16, 23", "options": "17, 18, 19"}
     said = re.findall(r"(\w+)\W* \((\d+) of 27: rows \[(.*)\]", said)
-    assert {what: first for what, _, first in said} == rows | {"number": "21, 22", "truth": "24"}
+    assert {what: first for what, _, first in said} == rows | {"number": "21, 22", "verifier": "24"}
     assert sum(int(count) for _, count, _ in said) == len(bad)
+
+
+def test_an_answer_may_be_a_list(load_rows, capsys):
+    lists = [["14", r"\boxed{ 14 } ", 14.0, "fourteen"], ["14"], [], ["14", ""], ["14", True]]
+    rows = [{"question": "q", "answer": answers} for answers in lists]
+    rows += [{"question": "q", "options": ["x", "y", "z"], "answer": ["B", "C"]}]
+    rows += [{"question": "q", "options": ["x"], "answer": ["A", "B"]}]
+    several, one, letters = load_rows(rows)
+    assert (several.reference, several.references) == ("14", ("14", "fourteen"))
+    assert one == Problem("q", "14", "text") and letters.references == ("B", "C")
+    problems = [letters, Problem("q", "B", others=("14",))]
+    assert longest_reference(toy_model.build_tokenizer(), problems) == 4  # { 1 4 }
+    said = capsys.readouterr().err
+    assert "(3 of 7: rows [3, 4, 5])" in said and "letter of an option (1 of 7: rows [7])" in said
+    assert "2 of 7 answers are lists: one of the list is enough" in said
 
 
 def test_the_verifier_of_a_row_comes_first(load_rows, capsys):
@@ -130,14 +145,24 @@ def test_any_data_set_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_verifier_of_ones_own(monkeypatch, capsys):
-    """What fails is wrong, and said once. What it returns must be a bool."""
-    returns, problem = {"c": (False, "because")}, Problem("Why?", "14", "mine")
-    monkeypatch.setitem(VERIFIERS, "mine", lambda answer, reference: returns[answer])
-    assert [is_right(problem, answer) for answer in "ab"] == [False, False]
-    said = "the verifier 'mine' fails on the answer 'a' to the question 'Why?': 'a'\n"
+    """What fails is wrong, and said once; another reference may do. What it returns must be a
+    bool. One that is listed in MODELS sees the question."""
+    problem = Problem("Why?", "x", "mine", ("14",))
+    monkeypatch.setitem(PROGRAMS, "mine", lambda answer, reference: int(answer) == int(reference))
+    assert verify([(problem, answer) for answer in ("14", "15", "b")]) == [True, False, False]
+    where = "the answer '14' to the question 'Why?'"
+    said = f"the verifier 'mine' fails on {where}: invalid literal for int() with base 10: 'x'\n"
     assert capsys.readouterr().err == said
+    monkeypatch.setitem(PROGRAMS, "mine", lambda answer, reference: (False, "because"))
     with pytest.raises(InputError, match=r"'mine' must return a bool, not \(False, 'bec"):
-        is_right(problem, "c")
+        verify([(problem, "c")])
+    monkeypatch.delitem(PROGRAMS, "mine")
+    echo = mock.Mock(side_effect=lambda pairs, model: [a == p.question for p, a in pairs])
+    monkeypatch.setitem(MODELS, "mine", echo)
+    assert verify([(problem, "Why?"), (problem, None), (problem, "x")]) == [True, False, False]
+    monkeypatch.setitem(MODELS, "mine", lambda pairs, model: [True])
+    with pytest.raises(InputError, match="'mine' must give a bool for each of 2 answers"):
+        verify([(problem, "a"), (problem, "b")])
 
 
 # ------------------------------------------------------------------------------------------ the toy

@@ -1,13 +1,19 @@
 """judge.py against its numbers computed anew, by brute force over pairs, from what it wrote."""
 
 import json
+import math
+import statistics
+from pathlib import Path
+from unittest import mock
 
+import pandas
 import pytest
 from processes import finish, run_in, start_ranks
 
 import judge
+import report
 from runtime.files import read_rows
-from tasks.verifiers import VERIFIERS
+from tasks.verifiers import MODELS, PROGRAMS
 
 FLAGS = "--dataset toy-test --max-new-tokens 32 --out j"
 
@@ -23,6 +29,30 @@ def by_brute_force(rows, name):
                     pairs.append(1.0 if R[i] > R[j] else 0.5 if R[i] == R[j] else 0.0)
         aucs += [sum(pairs) / len(pairs)] if pairs else []
     return sum(aucs) / len(aucs)
+
+
+def advantages(groups):
+    """Of all samples of all groups, one after the other."""
+    return [x - (sum(R) - x) / (len(R) - 1) for R in groups for x in R]
+
+
+def test_aim_knows_the_size_of_rewards_and_auc_does_not():
+    """The truth has 1, however scaled; its opposite -1. A reward that is tiny in three groups of
+    four has the square root of a quarter."""
+    truth = pandas.Series([1.0, 0, 0, 0] * 4, [k for k in range(4) for _ in range(4)])
+    size = pandas.Series([1.0] * 4 + [1e-5] * 12, truth.index)
+    aims = [report.aim(R, truth == 1) for R in (truth / 9, 1 - truth, truth * size, 0 * truth)]
+    assert aims[:3] == pytest.approx([1, -1, 0.5], abs=1e-4) and math.isnan(aims[3])
+    right, wrong = ((truth * size)[truth == x].to_frame() for x in (1, 0))
+    assert report.auc(right, wrong) == 1
+
+
+def test_each_of_several_references_is_verbatim(capsys):
+    row = {"reference": "a", "references": ["a", "b"], "answers": ["b", "c"]}
+    row |= {"right": [True, False], "truncated": [False, True]}
+    report.say_judgement([row | {"rewards": {"exact": [1.0, 0.0], "cer": [0.4, 0.1]}}])
+    printed = capsys.readouterr().out
+    assert "right .5, verbatim .5" in printed and "'b' for a* = 'a or b'" in printed
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -48,13 +78,36 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
         assert line["right, nothing"] == pytest.approx(sum(R < 1e-6 for R in right) / len(right))
         assert line["groups, tiny"] == sum(max(row["rewards"][name]) < 1e-4 for row in rows)
         assert line["groups, equal"] == sum(len({*row["rewards"][name]}) == 1 for row in rows)
+        A = advantages([row["rewards"][name] for row in rows])
+        of_truth = advantages([row["right"] for row in rows])
+        assert line["aim"] == pytest.approx(statistics.correlation(A, of_truth))  # means are 0
     assert all(row["R"] == row["rewards"]["cer"] for row in rows)
+
+
+def test_a_model_is_the_truth_and_a_reward(script, toy_model_dir, monkeypatch):
+    """The rows' own verifier says 14 is right, the model 18; one of them is the truth."""
+    rows = [{"question": f"Q{k}?", "answer": ["x", "y"]} for k in range(3)]
+    Path("mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ask = mock.Mock(side_effect=lambda pairs, model: [len(answer) > 2 for _, answer in pairs])
+    monkeypatch.setitem(MODELS, "general-verifier", ask)
+    flags = f"--model {toy_model_dir} {FLAGS} --dataset mine.jsonl --samples 8 --rewards exact,"
+    flags += f"general-verifier --verifier-model {toy_model_dir}"
+    for more in "", "--verifier general-verifier":
+        code, _, err = script(judge, f"{flags} {more} --out {more[-4:] or 'text'}")
+        assert code == 0 and "3 of 3 answers are lists" in err, err
+    by_text, by_model = read_rows("text/samples.jsonl"), read_rows("fier/samples.jsonl")
+    for text, model in zip(by_text, by_model, strict=True):
+        assert text["answers"] == model["answers"] and text["references"] == ["x", "y"]
+        accepted = [len(answer or "") > 2 for answer in text["answers"]]
+        assert model["right"] == accepted == list(map(bool, text["rewards"]["general-verifier"]))
+        assert not any(text["right"]) and text["verdicts"].count("right") == 0
+    assert ask.call_count == 3  # for the reward; for the truth, and again for the reward
 
 
 @pytest.mark.parametrize("verdict", [True, False])
 @pytest.mark.parametrize("tokens", [32, 2])  # two tokens are too few for a box
 def test_a_table_whatever_the_verifier_accepts(script, toy_model_dir, monkeypatch, verdict, tokens):
-    monkeypatch.setitem(VERIFIERS, "toy-truth", lambda answer, reference: verdict)
+    monkeypatch.setitem(PROGRAMS, "toy-truth", lambda answer, reference: verdict)
     flags = f"--model {toy_model_dir} {FLAGS} --limit 1 --samples 4 --max-new-tokens {tokens}"
     code, out, err = script(judge, flags)
     assert code == 0 and "0 questions have both right and wrong" in out and "\ncer " in out, err

@@ -9,6 +9,7 @@ from test_rloo import flat, gradient_of_update
 
 import cer
 from engine.load import load
+from reward_functions import Judged
 from rloo import leave_one_out, rloo_rows
 from rollout import sample
 from tasks.data import load_problems
@@ -33,6 +34,10 @@ def test_the_rewards_are_those_of_one_file(sampled):
         R, _ = cer.rewards(model, tokenizer, *inputs)
         slow = one_file.rewards(model, tokenizer, *inputs)
         assert (R - slow).abs().max() < 1e-6
+        both = [group.problem.reference, "twenty eggs"]  # Eq. 8 is linear in P
+        other = one_file.rewards(model, tokenizer, *inputs[:2], both[1])
+        R, _ = cer.rewards(model, tokenizer, *inputs[:2], both)
+        assert (R - slow - other).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
@@ -42,7 +47,7 @@ def test_the_update_takes_the_gradient_of_one_file(sampled, toy_model_dir, budge
     for group in groups:
         R = torch.rand(6)
         A = leave_one_out(R)
-        rows += rloo_rows(group, R, A, tokenizer)
+        rows += rloo_rows(Judged(group, None, {}), R, A, tokenizer)
         for ids, A_i in zip(group.completions, A):
             loss -= A_i * one_file.completion_logprobs(model, group.prompt, ids).sum() / size
     slow = flat(torch.autograd.grad(loss, list(model.parameters())))

@@ -11,6 +11,8 @@ from conftest import group_of, tiny_model
 
 import report
 import train
+from cer import Scores
+from reward_functions import Judged
 from runtime import cli
 from runtime.files import append_rows
 
@@ -37,7 +39,8 @@ def test_a_groups_numbers_by_hand(tokenizer):
     group = group_of(tokenizer, texts, "7")
     cut_off, entropies = [False, False, True, False, False], [1.0, 2.0, 3.0, 4.0, 5.0]
     group = dataclasses.replace(group, truncated=cut_off, entropies=entropies)
-    R, record = torch.tensor([0.5, 0, 0, 0.25, 0]), {"verdicts": ["right", *[None] * 4]}
+    R, right = torch.tensor([0.5, 0, 0, 0.25, 0]), torch.tensor([1.0, 0, 0, 0, 0])
+    judged, plain = Judged(group, None, {"rule": right}), Judged(group, None, {})
     of_completion = [len(ids) for ids in group.completions]
     of_solution = [len(tokenizer.encode(text.split("{")[0])) for text in texts]
     of_solution[2] += 1  # the stop token
@@ -45,12 +48,16 @@ def test_a_groups_numbers_by_hand(tokenizer):
     expected |= {"unique_answers": 2, "zero_advantage_groups": 0, "tiny_reward_groups": 0}
     expected |= {"solution_tokens": sum(of_solution) / 5, "verifier_right": 0.2, "entropy": 3}
     expected |= {"completion_tokens": sum(of_completion) / 5}
-    assert report.describe(group, R, R - 0.1, record) == pytest.approx(expected)
-    assert report.describe(group, R, 0 * R, {})["zero_advantage_groups"] == 1
+    assert report.describe(judged, R, R - 0.1) == pytest.approx(expected)
+    assert report.describe(plain, R, 0 * R)["zero_advantage_groups"] == 1
+    several = Judged(group_of(tokenizer, texts, ["seven", "7", "12"]), None, {})
+    assert report.describe(several, R, R)["exact_match"] == pytest.approx(0.6)
     assert report.means([{"a": 1, "b": 2}, {"a": 3}]) == {"a": 2, "b": 1}
-    log_P = {"log_P": [-200.0, -150.0]}  # of a long reference; R underflows
-    for scale, of_group, share in (1e-9, {}, 1), (1e-3, {}, 0), (0.0, {}, 0), (0.0, log_P, 1):
-        numbers = report.describe(group, R * scale, R, of_group)
+    log_P = torch.tensor([-200.0, -150.0])  # of a long reference; R underflows
+    scores = Scores(group.answers, ["7"], [], [0, 1], torch.empty(0, 2), log_P[None])
+    long = Judged(group, scores, {})
+    for scale, said, share in (1e-9, plain, 1), (1e-3, plain, 0), (0.0, plain, 0), (0.0, long, 1):
+        numbers = report.describe(said, R * scale, R)
         assert numbers["tiny_reward_groups"] == share
 
 

@@ -11,10 +11,10 @@ from one_file import log_pi
 
 import reward_functions
 from engine.tokens import split_answer
-from reward_functions import REWARDS
+from reward_functions import REWARDS, judge, rewards
 from runtime.cli import InputError
 from tasks import data, general_verifier, toy
-from tasks.verifiers import is_right
+from tasks.verifiers import MODELS, PROGRAMS, verify
 
 VERDICTS = {  # (verifier, reference): {answer: whether it is right}
     ("math", r"\frac{1}{2}"): {r"\dfrac12": True, "0.5": True},  # as the authors set it up
@@ -35,17 +35,33 @@ VERDICTS = {  # (verifier, reference): {answer: whether it is right}
 
 
 def test_verdicts():
+    """In one batch. Of several references one is enough, and one verifier may decide them all."""
+    pairs, right = [], []
     for (verifier, reference), expected in VERDICTS.items():
-        problem = data.Problem("q", reference, verifier)
-        assert {answer: is_right(problem, answer) for answer in expected} == expected
+        for problem in (
+            data.Problem("q", reference, verifier),
+            data.Problem("q", "(no answer is this)", verifier, (reference,)),
+        ):
+            pairs += [(problem, answer) for answer in expected]
+            right += expected.values()
+    assert verify(pairs) == right
+    assert verify(pairs, None, "letter") == [answer in p.references for p, answer in pairs]
 
 
-def test_the_rule_asks_once_for_each_last_box(tokenizer, monkeypatch):
+def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     texts = [r"\boxed{7}, no: \boxed{14}.", r"\boxed{14}, no: \boxed{7}.", "14", r"\boxed{7}"]
-    monkeypatch.setattr(reward_functions, "is_right", asked := mock.Mock(side_effect=is_right))
-    R, [record] = reward_functions.rule([group_of(tokenizer, texts, "14", "math")])
-    assert R.tolist() == [[1, 0, 0, 0]]
-    assert record["verdicts"] == ["right", "wrong", None, "wrong"] and asked.call_count == 2
+    texts += [r"\boxed{}"] * 4
+    program = mock.Mock(side_effect=PROGRAMS["math"])
+    model = mock.Mock(side_effect=lambda pairs, _: [answer == "7" for _, answer in pairs])
+    monkeypatch.setitem(PROGRAMS, "math", program)
+    monkeypatch.setitem(MODELS, "general-verifier", model)
+    groups = [group_of(tokenizer, of, "14", "math") for of in (texts[:4], texts[4:])]
+    judged = judge(groups, {"rule", "general-verifier"}, None, None, verifier_model="model")
+    assert rewards("rule", judged).tolist() == [[1, 0, 0, 0], [0] * 4] and program.call_count == 2
+    assert rewards("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
+    problem = groups[0].problem
+    model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
+    assert judged[0].right is judged[0].verdicts["rule"]
 
 
 # ------------------------------------------------------------------------ all of them by definition
@@ -62,7 +78,7 @@ def random_texts(rng, a_star):
     return ["".join(rng.choices(pieces, k=rng.randrange(5))) for _ in range(6)]
 
 
-def rewards_by_definition(model, tokenizer, group, a_star):
+def rewards_by_definition(model, tokenizer, group, references):
     """What every reward gives to each sample, spelled out -> one dict per sample."""
     found, expected = [split_answer(text) for text in group.texts], []
     boxed = [i for i, box in enumerate(found) if box]
@@ -72,40 +88,44 @@ def rewards_by_definition(model, tokenizer, group, a_star):
         scores = [log_pi(model, tokenizer, context, answer) for context in contexts]
         return torch.tensor(scores).exp()
 
-    P = probabilities(a_star)
+    P = sum(probabilities(a_star) for a_star in references)
     for i, box in enumerate(found):
         R = dict.fromkeys(REWARDS, 0.0)
         if box:
             answer = box[1]
             W_i = probabilities(answer)
-            if answer or not a_star:
+            if answer or "" in references:
                 R["cer"] = ((W_i * P).sum() / W_i.sum()).item()
-            R["exact"] = float(answer == a_star)
-            R["rule"] = float(toy.same_digits(answer, a_star))
+            R["exact"] = float(any(answer == a_star for a_star in references))
+            read = any(toy.same_digits(answer, a_star) for a_star in references)
+            R["rule"] = float(read and answer != "")
             R["rule+cer"] = (R["rule"] + R["cer"]) / 2
             R["verifree"] = P[boxed.index(i)].item()
-            R["general-verifier"] = float("14" in answer)  # as the ask() below says
+            R["general-verifier"] = float("14" in answer)  # as ask() below says
         expected.append(R)
     return expected
 
 
-@pytest.mark.parametrize("a_star", ["14", "fourteen eggs", "", " "])
-def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, a_star):
-    model, rng, asked = tiny_model(len(tokenizer)), random.Random(a_star), []
+REFERENCES = ["14"], ["fourteen eggs"], [" "], ["14", "1", "fourteen"], ["14", ""]
 
-    def ask(verifier_model, pairs):
+
+@pytest.mark.parametrize("references", REFERENCES)
+def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, references):
+    model, rng, asked = tiny_model(len(tokenizer)), random.Random(references[0]), []
+
+    def ask(pairs, verifier_model):
         asked.extend(pairs)
         return ["14" in answer for _, answer in pairs]
 
-    monkeypatch.setattr(reward_functions, "ask", ask)
-    texts = [["no box"] * 6] + [random_texts(rng, a_star) for _ in range(4)]
-    groups = [group_of(tokenizer, of_group, a_star) for of_group in texts]
+    monkeypatch.setitem(MODELS, "general-verifier", ask)
+    texts = [["no box"] * 6] + [random_texts(rng, references[0]) for _ in range(4)]
+    groups = [group_of(tokenizer, of_group, references) for of_group in texts]
     R = {}
-    for name, (function, _) in REWARDS.items():
-        R[name], _ = function(groups, actor=model, tokenizer=tokenizer, M=6, verifier_model=None)
+    for name, reward in REWARDS.items():
+        R[name] = rewards(name, judge(groups, reward.judges, model, tokenizer, M=6))
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
-        for i, expected in enumerate(rewards_by_definition(model, tokenizer, group, a_star)):
+        for i, expected in enumerate(rewards_by_definition(model, tokenizer, group, references)):
             received = {name: R[name][k, i].item() for name in REWARDS}
             assert received == pytest.approx(expected, rel=2e-3), group.texts[i]
     given = {answer for group in groups for answer in group.answers} - {None, ""}
@@ -130,24 +150,27 @@ DECISIONS = {
 }
 
 
-def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, monkeypatch):
+def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, monkeypatch, capsys):
     def generate(model, prompts, max_new_tokens, name, temperature):
         assert temperature == 0 and not any(tokenizer.eos_token_id in ids for ids in prompts)
         asked = [re.findall("Answer: (.*)", tokenizer.decode(ids)) for ids in prompts]
-        assert asked == [["<eos>", "{answer}"]] * len(DECISIONS)
+        assert asked == [["<eos> or {b}", "{answer}"]] * len(DECISIONS)
         return [tokenizer.encode(text) for text in DECISIONS], None
 
     monkeypatch.setattr(general_verifier, "generate", generate)
-    pairs = [(data.Problem("{question}", "<eos>"), "{answer}")] * len(DECISIONS)
-    assert general_verifier.ask((None, tokenizer), pairs) == [*DECISIONS.values()]
+    problem = data.Problem("{question}", "<eos>", others=("{b}",))
+    pairs = [(problem, "{answer}")] * len(DECISIONS)
+    assert general_verifier.ask(pairs, (None, tokenizer)) == [*DECISIONS.values()]
+    assert capsys.readouterr().err == ""
+    replies = [tokenizer.encode("It is right.")] * 3, None  # of another model
+    monkeypatch.setattr(general_verifier, "generate", lambda *_, **settings: replies)
+    assert general_verifier.ask(pairs[:3], (None, tokenizer)) == [False] * 3
+    assert "3 of 3 replies hold no decision" in capsys.readouterr().err
 
 
-NAN = torch.tensor([[1.0, torch.nan]])
-RETURNED = [(torch.ones(2, 1), [{}]), (NAN, [{}]), (torch.ones(1, 2), [])]
-
-
-@pytest.mark.parametrize("returned", RETURNED)
+@pytest.mark.parametrize("returned", [torch.ones(1), torch.tensor([1.0, torch.nan])])
 def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, returned):
-    monkeypatch.setitem(reward_functions.REWARDS, "mine", (lambda groups, **_: returned, None))
-    with pytest.raises(InputError, match=r"'mine' must return finite numbers R \(1, 2\)"):
-        reward_functions.compute_rewards("mine", [group_of(tokenizer, ["a", "b"], "7")])
+    monkeypatch.setitem(REWARDS, "mine", reward_functions.Reward(lambda judged: returned, set()))
+    judged = judge([group_of(tokenizer, ["a", "b"], "7")], set(), None, None)
+    with pytest.raises(InputError, match=r"'mine' must give each sample a finite number"):
+        rewards("mine", judged)

@@ -9,6 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import load, policy
 from engine.tokens import vocabulary
+from reward_functions import judge
 from rloo import TrainingRow, leave_one_out, microbatches, update, verifree_rows
 from rollout import to_group
 from tasks import toy_model
@@ -45,6 +46,11 @@ def verifree_formula(model, tokenizer, group, R, A):
     return terms
 
 
+def by_verifree(model, tokenizer, group):
+    [judged] = judge([group], {"actor"}, model, tokenizer)
+    return judged
+
+
 def naive_objective(model, row):
     """What the loss negates: the sum over a row's tokens of weight * log pi."""
     return torch.tensor(row.weights[1:]) @ completion_logprobs(model, row.ids[:1], row.ids[1:])
@@ -75,7 +81,7 @@ def test_the_update_takes_verifrees_gradient(tokenizer, monkeypatch, budget, off
     for group, R in zip(groups, rewards):
         A = leave_one_out(R)
         terms += verifree_formula(naive, tokenizer, group, R, A)
-        rows += verifree_rows(group, R, A, tokenizer)
+        rows += verifree_rows(by_verifree(naive, tokenizer, group), R, A, tokenizer)
     loss = -torch.stack(terms).mean()
     loss.backward()
 
@@ -94,7 +100,8 @@ def test_verifree_closes_the_box_as_the_model_does():
     completions = [box + spelled + [closer] for closer in vocab.beginning_with(b"}")]
     N = len(completions)
     group = to_group(tokenizer, [], Problem("q", "14"), prompt, completions, [0.0] * N)
-    rows = verifree_rows(group, torch.ones(N), torch.zeros(N), tokenizer)
+    judged = by_verifree(model, tokenizer, group)
+    rows = verifree_rows(judged, torch.ones(N), torch.zeros(N), tokenizer)
     assert N == 3 and group.answers == ["14"] * N
 
     ways = [completion_logprobs(model, prompt + box, ids[len(box) :]).sum() for ids in completions]
@@ -103,6 +110,24 @@ def test_verifree_closes_the_box_as_the_model_does():
     weights = list(model.parameters())
     ours, true = (flat(torch.autograd.grad(x, weights)) for x in (average, log_pi.logsumexp(0)))
     assert (ours - true).norm() < 1e-4 * true.norm()
+
+
+def test_verifree_teaches_each_reference_as_often_as_the_model_uses_it(tokenizer, monkeypatch):
+    """The rows, averaged over the draw, have the gradient of R = P, the sum over the references."""
+    model, references = tiny_model(len(tokenizer)), ["7", "seven eggs", "14"]
+    judged = by_verifree(model, tokenizer, group_of(tokenizer, [r"3+4 so \boxed{7}"], references))
+    context, R = judged.group.prompt + judged.group.solution(0), judged.scores.P()
+    weights, taught, P = list(model.parameters()), 0.0, 0.0
+    for k, share in enumerate(judged.scores.log_references.softmax(0)[:, 0].tolist()):
+        monkeypatch.setattr(torch, "multinomial", lambda p, n, k=k: torch.tensor([[k]]))
+        [row] = verifree_rows(judged, R, torch.zeros(1), tokenizer)
+        ids = tokenizer.encode("{" + references[k] + "}")
+        assert row.ids == context + ids
+        taught = taught + share * naive_objective(model, row)
+        P = P + completion_logprobs(model, context, ids).sum().exp()
+    # R counts all tokens that can close a box, a row only one: all are "}" here but for rare ones.
+    ours, true = (flat(torch.autograd.grad(x, weights)) for x in (taught, P))
+    assert torch.cosine_similarity(ours, true, 0) > 0.999
 
 
 @on_devices

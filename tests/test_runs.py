@@ -16,10 +16,9 @@ from conftest import LOGS, example_rows, needs_cuda, on_devices, summary_of, tin
 from processes import finish, run_in, start, start_ranks, two_updates
 from transformers import AutoModelForCausalLM
 
-import reward_functions
 import train
 from engine import policy
-from rloo import rloo_rows
+from reward_functions import REWARDS, Judged, Reward
 from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.files import checkpoints, read_rows
 from runtime.ranks import Stop, seed_everything
@@ -117,10 +116,12 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
     """Run train.py, in which all samples of a step receive reward_of_step(step)."""
     steps = itertools.count(1)
 
-    def reward(groups, **_):
-        return torch.full((len(groups), 4), reward_of_step(next(steps))), [{} for _ in groups]
+    def judge(groups, *_):
+        R = torch.full((4,), reward_of_step(next(steps)))
+        return [Judged(group, None, {"rule": R}) for group in groups]
 
-    monkeypatch.setitem(reward_functions.REWARDS, "exact", (reward, rloo_rows))
+    monkeypatch.setattr(train, "judge", judge)
+    monkeypatch.setitem(REWARDS, "exact", Reward(lambda judged: judged.right, set()))
     return script(train, f"{flags} --reward exact --save-every 9 --out run")
 
 

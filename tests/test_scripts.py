@@ -21,7 +21,7 @@ from reward_functions import REWARDS
 from runtime.files import lock, read_rows, to_jsonl
 from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
-from tasks.verifiers import is_right
+from tasks.verifiers import MODELS, verify
 
 
 def test_what_a_run_writes(finished_run, toy_model_dir):
@@ -62,6 +62,37 @@ def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
     assert len(rows) == 16
     for row, A_i in zip(rows, A.flatten()):
         assert min(abs(weight - A_i) for weight in row.weights) < 1e-6
+
+
+def test_a_model_says_which_held_out_answers_are_right(script, monkeypatch, quick, toy_model_dir):
+    """In training, where the reward asks nobody, and in evaluate.py. It is asked in one batch."""
+    asked = []
+
+    def ask(pairs, verifier_model):
+        asked.append([answer for _, answer in pairs])
+        assert next(verifier_model[0].parameters()).shape[1] == 64  # the toy's
+        return [len(answer) % 2 == 1 for _, answer in pairs]
+
+    monkeypatch.setitem(MODELS, "general-verifier", ask)
+    Path("q.jsonl").write_text('{"question": "Ana has 3 eggs. How many eggs?", "answer": "1"}\n')
+    verifier = f"--verifier general-verifier --verifier-model {toy_model_dir}"
+    flags = f"{quick} --reward exact --dataset q.jsonl --eval-dataset q.jsonl --eval-runs 16"
+    code, _, err = script(train, f"{flags} --steps 1 --questions 1 {verifier} --out run")
+    assert code == 0 and "verifier general-verifier; 1 step" in err, err
+    flags = f"--model {toy_model_dir} --dataset q.jsonl --runs 16 --max-new-tokens 24"
+    code, _, err = script(evaluate, f"{flags} {verifier} --out eval")
+    assert code == 0, err
+    rows = [*read_rows("run/evaluations.jsonl"), *read_rows("eval/samples.jsonl")]
+    for answers, of_evaluation in zip(asked, (rows[:16], rows[16:32], rows[32:]), strict=True):
+        assert sorted(answers) == sorted({row["answer"] for row in of_evaluation} - {None, ""})
+    assert [row["correct"] for row in rows] == [len(row["answer"] or "") % 2 == 1 for row in rows]
+    assert {row["correct"] for row in rows} == {True, False}
+    two = list(dict.fromkeys(asked[2]))[:2]  # that the model gives are the references now
+    Path("q.jsonl").write_text(json.dumps({"question": rows[0]["question"], "answer": two}))
+    assert script(evaluate, f"{flags} --out again")[0] == 0
+    verbatim = [row["answer"] in two for row in rows[32:]]
+    results = json.loads(Path("again/results.json").read_text())["results"]["q.jsonl"]
+    assert results["exact_match"] == sum(verbatim) / 16 >= 2 / 16
 
 
 def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
@@ -214,7 +245,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         problem, box = problems[i // 4], split_answer(row["text"])
         assert (row["index"], row["question"]) == (i // 4, problem.question)
         assert row["answer"] == (box and box[1])
-        assert row["correct"] == is_right(problem, row["answer"])
+        assert verify([(problem, row["answer"])]) == [row["correct"]]
         assert row["tokens"] == 21 or not row["truncated"]
 
 

@@ -30,9 +30,9 @@ def test_two_steps_with_the_rewards_of_train_py(script, monkeypatch, toy_model_d
     def compare(trainer, prompts, completion_ids, references):
         for i in range(0, len(prompts), 4):
             problem, group = problems[prompts[i][-1]["content"]], completion_ids[i : i + 4]
-            assert references[i : i + 4] == [problem.reference] * 4
+            assert references[i : i + 4] == [[*problem.references]] * 4
             prompt = encode_prompt(tokenizer, problem)
-            expected.extend(cer.rewards(actor, tokenizer, prompt, group, problem.reference)[0])
+            expected.extend(cer.rewards(actor, tokenizer, prompt, group, problem.references)[0])
         received.extend(trl_rewards(trainer, prompts, completion_ids, references))
         assert trainer.model.training  # as TRL left it
         return received[-len(prompts) :]
