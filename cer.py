@@ -172,22 +172,23 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
-    written = [(row, s) for row, answer in enumerate(answers) for s in spellings(vocab, answer)]
+    ways = [(row, way) for row, answer in enumerate(answers) for way in spellings(vocab, answer)]
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
-    passes = list(batches(written, lambda pair: len(pair[1].tokens), ANSWER_TOKENS_AT_ONCE))
-    longest = max((sum(len(each.tokens) for _, each in group) for group in passes), default=0)
+    passes = list(batches(ways, lambda pair: len(pair[1].tokens), ANSWER_TOKENS_AT_ONCE))
+    longest = max((sum(len(way.tokens) for _, way in read) for read in passes), default=0)
+    sizes = [len(context) + longest for context in contexts]
 
     scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
-    for some in batches(range(len(contexts)), lambda j: len(contexts[j]) + longest, TOKENS_AT_ONCE):
-        lengths, last, cache = read_contexts(model, [contexts[j] for j in some])
-        for group in passes:
-            hidden = read_answers(model, [spelling.tokens for _, spelling in group], lengths, cache)
-            for (row, spelling), states in zip(group, hidden):
+    for columns in batches(range(len(contexts)), sizes.__getitem__, TOKENS_AT_ONCE):
+        lengths, last, cache = read_contexts(model, [contexts[j] for j in columns])
+        for read in passes:
+            hidden = read_answers(model, [way.tokens for _, way in read], lengths, cache)
+            for (row, way), states in zip(read, hidden):
+                # The context's last state predicts t_1, the state of t_1 predicts t_2, and so on.
                 states = torch.cat([last[:, None], states], dim=1)  # [n, k + 1, H]
-                log_pi = log_finished(model.lm_head, states, spelling)  # [n]
-                # It holds -inf, or the probability of the other spelling.
-                scores[row, some] = scores[row, some].logaddexp(log_pi)
+                log_pi = log_finished(model.lm_head, states, way)  # [n]
+                scores[row, columns] = scores[row, columns].logaddexp(log_pi)  # both spellings
     return scores
 
 
@@ -199,22 +200,27 @@ class Spelling(NamedTuple):
 
 
 def spellings(vocab, answer):
-    """The tokens of "{answer", and those of "{answer}" without the last one, which holds the
-    brace -> list of one or two Spelling, whose probabilities add up. As in one_file.py the ways to
-    write the answer are a dictionary {beginning: its closers}, so that a beginning that both share
-    counts once. Such a beginning is left to the first."""
-    without_brace, with_brace = vocab.encode("{" + answer), vocab.encode("{" + answer + "}")
-    finished = vocab.join(without_brace) + b"}"  # the tokenizer may have normalised the answer
-    ways, spelled = {}, []
-    for tokens in without_brace, with_brace[:-1]:
-        new = {}
-        for beginning in (tuple(tokens[:i]) for i in range(len(tokens) + 1)):
-            rest = finished[len(vocab.join(beginning)) :]
-            new[beginning] = [] if beginning in ways else vocab.beginning_with(rest)
-        if any(new.values()):
-            spelled.append(Spelling(tokens, list(new.values())))
-        ways |= new
-    return spelled
+    r"""The ways in which the tokenizer spells "{answer}" -> one or two Spelling.
+
+    Usually one. But the brace that closes the box can change the tokens before it: SmolLM2 ends
+    \text{(C)} in `)}` if nothing follows, and in `)` and `}}` if the brace of the box does. Then
+    both spellings count. A beginning that they share must count once, so the second has no closers
+    there.
+    """
+    alone = vocab.encode("{" + answer)
+    closed = vocab.encode("{" + answer + "}")[:-1]  # without the token that holds the brace
+    finished = vocab.join(alone) + b"}"  # not answer.encode(): the tokenizer may normalise it
+    counted, found = set(), []
+    for tokens in alone, closed:
+        closers = []
+        for i in range(len(tokens) + 1):
+            beginning = tuple(tokens[:i])
+            missing = finished[len(vocab.join(beginning)) :]
+            closers.append([] if beginning in counted else vocab.beginning_with(missing))
+            counted.add(beginning)
+        if any(closers):
+            found.append(Spelling(tokens, closers))
+    return found
 
 
 def read_contexts(model, contexts):

@@ -16,7 +16,7 @@ from engine.load import check_sampling, load
 from rollout import sample
 from runtime import cli
 from runtime.files import append_rows, write_atomically
-from runtime.ranks import all_gather, init_ranks, make_directory, seed_everything
+from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from tasks.data import HUB, TOY, load_problems, to_problem
 from tasks.general_verifier import GENERAL_VERIFIER
 from tasks.prompts import usable_prompts
@@ -111,7 +111,7 @@ def main():
     names = [name.strip() for name in (args.dataset or "").split(",") if name.strip()]
     cli.require(names, "expected --dataset or --ask")
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
-    out = make_directory(args.out, "eval")
+    out = open_run_directory(args.out, "eval")
     model, tokenizer = load(args.model, device, check_sampling)
     by_model = any(p.verifier == "general-verifier" for name in names for p in datasets[name])
     verifier = load(args.verifier_model, device) if by_model else None

@@ -3,41 +3,166 @@
     python judge.py --model Qwen/Qwen3-4B-Base --dataset mine.jsonl
 
 The model samples each question as in training. The verifier that the question names says which
-samples are right: a program, or (--verifier general-verifier) another model. Or you say it, with
-grade.py. A reward is a good judge if a right sample receives more than a wrong one of the same
-question. AUC is how often that is so: 1 is always, and .5 is chance.
+samples are right; `grade.py` says it by you, or by another model, afterwards. Two numbers of each
+reward are compared with that truth:
+
+    AUC  how often a right sample receives more than a wrong one of the same question; .5 is chance
+    aim  the cosine between its advantages and those of the truth, over all samples; 1 if training
+         would push every sample as the truth would
+
+AUC asks for the order within a question. Aim asks for sizes too: a reward that is tiny for most
+questions may order their samples well, and yet only the few others decide the update.
 """
 
+import math
+
+import numpy
+import pandas
+import torch
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import check_sampling, load
-from report import group_record, say_judgement
+from engine.load import DTYPES, check_sampling, load
 from reward_functions import REWARDS, judge, rewards
+from rloo import leave_one_out
 from rollout import sample
 from runtime import cli
-from runtime.files import append_rows
-from runtime.ranks import all_gather, init_ranks, make_directory, seed_everything
+from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
+from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
+from runtime.report import RARE, TINY, brief, group_record
 from tasks.data import HUB, TOY, load_problems
-from tasks.general_verifier import GENERAL_VERIFIER
 from tasks.prompts import usable_prompts
 from tasks.verifiers import VERIFIERS
 
+KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
+DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer"
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
-def sample_and_judge(actor, tokenizer, problems, names, args, verifier):
-    """Sample problems -> for each a row of samples.jsonl. Beside what a run writes it has `right`
-    [N], whether the verifier accepts a sample, and `rewards`, {name: R [N]}. Its R is the first."""
+def sample_and_judge(actor, tokenizer, problems, names, args):
+    """Sample problems -> for each a line of samples.jsonl, with `right` [N], what the verifier
+    accepts, and `rewards`, {name: R [N]}. Its R is that of the first name."""
     groups = sample(actor, tokenizer, problems, args.samples, args.max_new_tokens)
-    judges = {"rule"}.union(*(REWARDS[name].judges for name in names))
-    judged, rows = judge(groups, judges, actor, tokenizer, None, verifier), []
-    R = {name: rewards(name, judged) for name in names}
-    for k, each in enumerate(judged):
-        of_group = {name: R[name][k].tolist() for name in names}
-        right = {"right": each.right.bool().tolist(), "rewards": of_group}
-        rows.append(group_record(0, each, R[names[0]][k]) | right)
-    return rows
+    asked = {"verifier"}.union(*(REWARDS[name].asks for name in names))
+    judged = judge(groups, asked, actor, tokenizer)
+    R = {name: rewards(name, judged).tolist() for name in names}  # {name: [B, N]}
+    return [
+        group_record(each, R=R[names[0]][k], rewards={name: R[name][k] for name in names})
+        for k, each in enumerate(judged)
+    ]
+
+
+# ----------------------------------------------------------------------------------------- the table
+
+
+def say_judgement(rows):
+    """Print what the lines of samples.jsonl say about their rewards -> the table, a DataFrame with
+    a row for each reward."""
+    names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
+    frame = pandas.DataFrame([row | row["rewards"] for row in rows])
+    samples = frame[[*lists, *names]].explode([*lists, *names]).infer_objects()
+    samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
+    samples["verbatim"] = [a in rows[k]["references"] for k, a in samples.answers.items()]
+    shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
+    both, table = judge_rewards(samples, names)
+    sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
+    print(f"{len(rows)} questions x {len(rows[0]['answers'])} samples: {sampled}")
+    print(f"{both} questions have both right and wrong answers; AUC is their mean")
+    print(shown(table).to_string())
+    print("95%: interval over questions; mean: of right and of wrong samples; 0: share of right")
+    print("samples that receive nothing; equal, tiny: questions whose rewards are equal, or < 1e-4")
+    if "cer" in names and samples.right.any():
+        print("least CER of right answers; the model rarely writes such references:")
+        for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
+            answer = samples.loc[[k]].query("right").answers.iloc[0]
+            print(f"  {reward:.1e}  {answer!r:.35} for {' or '.join(rows[k]['references'])!r:.35}")
+    print(advice(shares, table, len(rows)))
+    return table
+
+
+def judge_rewards(samples, names):
+    """-> how many questions have both right and wrong answers, and the table. samples: indexed by
+    question. The intervals are a bootstrap over questions."""
+    answered = samples[samples.answered]
+    right, wrong = answered[answered.right][names], answered[~answered.right][names]
+    both = sorted({*right.index} & {*wrong.index})
+    aucs = [auc(right.loc[[k]], wrong.loc[[k]]) for k in both] or [[math.nan] * len(names)]
+    groups = samples.groupby(level=0)[names]
+    columns = {
+        **interval("AUC", numpy.array(aucs), lambda drawn: drawn.mean(-2)),
+        **interval("aim", advantage_products(samples, names), aim),
+        "mean if right": right.mean(),
+        "mean if wrong": wrong.mean(),
+        "right, nothing": (right < TINY).mean(),
+        "groups, equal": (groups.nunique() == 1).sum(),
+        "groups, tiny": (groups.max() < RARE).sum(),
+    }
+    return len(both), pandas.DataFrame(columns, index=names)
+
+
+def interval(name, of_questions, statistic, draws=2000):
+    """A statistic [rewards] of what each question has [questions, ...], with its 95% interval."""
+    chosen = numpy.random.default_rng(0).integers(len(of_questions), size=(draws, len(of_questions)))
+    low, high = numpy.nanquantile(statistic(of_questions[chosen]), [0.025, 0.975], axis=0)
+    return {name: statistic(of_questions), f"{name}, low": low, f"{name}, high": high}
+
+
+def auc(right, wrong):
+    """For each reward how often a right sample of a question receives more than a wrong one; ties
+    count half. right, wrong [samples, rewards]."""
+    difference = right.to_numpy()[:, None] - wrong.to_numpy()
+    return ((difference > 0) + 0.5 * (difference == 0)).mean((0, 1))
+
+
+def advantage_products(samples, names):
+    """What aim adds up: A . A, A . T and T . T of each question and reward, with A the advantages
+    of the reward and T those of the truth -> [questions, rewards, 3]."""
+    products = []
+    for _, group in samples.groupby(level=0):
+        A = leave_one_out(torch.tensor(group[names].to_numpy(float).T))  # [rewards, N]
+        T = leave_one_out(torch.tensor(group.right.to_numpy(float)))  # [N]
+        products.append(torch.stack([(A * A).sum(1), A @ T, (T @ T).expand(len(A))], 1).numpy())
+    return numpy.array(products)
+
+
+def aim(products):
+    """The cosine of all A with all T. nan where one of them is 0."""
+    AA, AT, TT = numpy.moveaxis(products.sum(-3), -1, 0)
+    with numpy.errstate(invalid="ignore"):
+        return AT / numpy.sqrt(AA * TT)
+
+
+def shown(table):
+    """The table as it is printed, in 80 columns."""
+
+    def number(x):
+        return "-" if x != x else f"{x:.2f}".replace("0.", ".", 1) if abs(x) >= 0.01 else brief(x)
+
+    columns = {}
+    for name in "AUC", "aim":
+        columns[name] = table[name].map(number)
+        low, high = table[f"{name}, low"].map(number), table[f"{name}, high"].map(number)
+        columns[f"95% of {name}"] = low + " to " + high
+    columns["mean right"], columns["wrong"] = (
+        table[f"mean if {which}"].map(number) for which in ("right", "wrong")
+    )
+    columns |= {"0": table["right, nothing"].map(number)}
+    columns |= {name: table[f"groups, {name}"] for name in ("equal", "tiny")}
+    return pandas.DataFrame(columns)
+
+
+def advice(shares, table, questions):
+    """What the numbers mean for training, in a sentence."""
+    if "cer" in table.index and table["AUC, low"]["cer"] < 0.6:
+        return "cer may not tell right from wrong here (see its interval): look at samples first"
+    if shares.right < 0.1:
+        return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
+    if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
+        return "Most rewards are tiny: give several short references, in the model's own wording"
+    best = table["aim"].idxmax() if table["aim"].notna().any() else None
+    if best and table["aim"][best] > 0:
+        return f"The best aim has {best}, {brief(table['aim'][best])}: train with it, or a cheaper one near it"
+    return "No reward has an aim: all samples of each question are right, or all are wrong"
 
 
 def main():
@@ -46,31 +171,35 @@ def main():
     add("--model", required=True, help="Hugging Face model id or directory")
     add("--dataset", required=True, help=f"{', '.join([*TOY, *HUB])}, or a file")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
-    add("--verifier-model", default=GENERAL_VERIFIER, help="for general-verifier")
     add("--limit", type=count, default=50, help="judge only the first K questions")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
-    add("--rewards", default="cer,verifree,exact,rule+cer", help=f"of {', '.join(REWARDS)}")
+    add("--rewards", default=DEFAULT, help=f"of {', '.join(KNOWN)}")
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge-PID)")
+    add("--resume", action="store_true", help="go on in --out, with the same other flags")
     args = parser.parse_args()
     # CER comes first: plot.py draws the first reward's R.
     names = sorted(args.rewards.replace(" ", "").split(","), key=lambda name: name != "cer")
-    cli.require({*names} <= {*REWARDS}, f"--rewards: expected some of {', '.join(REWARDS)}")
-    device, rows = init_ranks(), []
+    cli.require({*names} <= {*KNOWN}, f"--rewards: expected some of {', '.join(KNOWN)}")
+    cli.require(args.out or not args.resume, "--resume needs --out")
+    device = init_ranks()
     rank, world = dist.get_rank(), dist.get_world_size()
     problems = load_problems(args.dataset, args.limit, args.verifier)
-    out = make_directory(args.out, "judge")
-    actor, tokenizer = load(args.model, device, check_sampling, check_scoring)
-    by_model = "general-verifier" in {*names, *(problem.verifier for problem in problems)}
-    verifier = load(args.verifier_model, device) if by_model else None
+    out = open_run_directory(args.out, "judge", args.resume)
+    actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset)
-    for start in cli.progress("questions", range(0, len(problems), AT_ONCE * world)):
+
+    path, turn = out / "samples.jsonl", AT_ONCE * world
+    rows = read_rows(path, log=True) if args.resume and path.exists() else []
+    rows = rows[: len(rows) // turn * turn]  # a kill may have come in the middle of a turn
+    write_atomically(path, to_jsonl(rows))
+    for start in cli.progress("questions", range(len(rows), len(problems), turn)):
         seed_everything(args.seed, "judge", start)
         mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
-        judging = actor, tokenizer, mine, names, args, verifier
-        rows += all_gather(sample_and_judge(*judging) if mine else [])
-        append_rows(out / "samples.jsonl", rows[start:])
+        rows += all_gather(sample_and_judge(actor, tokenizer, mine, names, args) if mine else [])
+        append_rows(path, rows[start:])
     if cli.is_rank_0():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)

@@ -1,10 +1,14 @@
-"""The paper's six rewards by name.
+"""Who is asked about a group, and the rewards by name.
 
-`judge` asks about each group whoever has to be asked, once: the actor for W and P, or a verifier
-for its verdicts. A reward is then a function of what they said -> R [N], in [0, 1]. It calls no
-model. For a reward of your own add a function and a line to REWARDS.
+`judge` is the only stage of the loop that asks a model or a program about answers, and it asks each
+once: the actor for W and P, a verifier for what is right. A reward is then a small function of what
+they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer. It calls no model. For
+a reward of your own add a function and a line to REWARDS.
 """
 
+import collections
+import re
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,37 +16,38 @@ import torch
 
 import cer
 from rloo import rloo_rows, verifree_rows
+from rollout import Group
 from runtime.cli import progress, require
+from tasks import general_verifier
 from tasks.verifiers import verify
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A group, and what the judges said about it, as far as they were asked."""
+    """One question with its N samples, and what was said about them."""
 
-    group: object  # rollout.Group
-    scores: cer.Scores | None  # W and P, by the actor
-    verdicts: dict[str, torch.Tensor]  # by judge: [N], 1.0 where it accepts the answer
-
-    @property
-    def right(self):
-        """What the first of them accepts [N], or None."""
-        return next(iter(self.verdicts.values()), None)
+    group: Group
+    scores: cer.Scores | None  # W and P, if the actor was asked
+    right: torch.Tensor | None  # [N], bool, if a verifier was asked
 
 
-def judge(groups, judges, actor, tokenizer, M=None, verifier_model=None):
-    """-> list of Judged. judges: some of "actor", "rule" (each problem's own verifier) and names of
-    verifiers."""
-    scores, verdicts = [None] * len(groups), [{} for _ in groups]
-    if "actor" in judges:
+def judge(
+    groups: list[Group], asked: set[str], actor, tokenizer, M=None, verifier_model=None
+) -> list[Judged]:
+    """asked: "actor", for W and P, and for what is right "verifier", the program that the question
+    names, or "model", the language model verifier_model, a pair (model, tokenizer)."""
+    scores, right = [None] * len(groups), [None] * len(groups)
+    if "actor" in asked:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
         scores = [cer.score(actor, tokenizer, *each) for each in progress("reward", inputs)]
-    pairs = [(g.problem, answer) for g in groups for answer in g.answers]
-    for name in sorted(judges - {"actor"}, reverse=True):  # "rule" comes first
-        right = torch.tensor(verify(pairs, verifier_model, None if name == "rule" else name))
-        for of_group, R in zip(verdicts, right.float().view(len(groups), -1)):
-            of_group[name] = R
-    return [Judged(*each) for each in zip(groups, scores, verdicts)]
+    if asked & {"verifier", "model"}:
+        pairs = [(group.problem, answer) for group in groups for answer in group.answers]
+        if "model" in asked:
+            verdicts = verify(pairs, lambda some: general_verifier.ask(some, verifier_model))
+        else:
+            verdicts = verify(pairs)
+        right = torch.tensor(verdicts).view(len(groups), -1)  # [B, N]
+    return [Judged(*each) for each in zip(groups, scores, right)]
 
 
 # -------------------------------------------------------------------------------------- the rewards
@@ -59,45 +64,62 @@ def exact_match(judged):
     return torch.tensor([float(answer in references) for answer in judged.group.answers])
 
 
-def rule(judged):
-    """1 where the question's verifier accepts the answer."""
-    return judged.verdicts["rule"]
-
-
-def general_verifier(judged):
-    """1 where another language model accepts the answer, whatever the question's verifier is."""
-    return judged.verdicts["general-verifier"]
-
-
-def rule_and_cer(judged):
-    """The plain average of rule and CER."""
-    return (rule(judged) + conditional_expectation(judged)) / 2
+def verdict(judged):
+    """1 where the verifier accepts the answer: a program, or General-verifier's model."""
+    return judged.right.float()
 
 
 def verifree(judged):
-    """VeriFree: R_i = pi(a*|s_i, q), whatever answer was sampled. The update then teaches a* in its
-    place (rloo.verifree_rows)."""
+    """VeriFree: R_i = P_i = pi(a*|s_i, q), whatever answer was sampled. (An answer is needed only
+    to know where the solution ends.) The update teaches a* in its place (rloo.verifree_rows)."""
     return judged.scores.P()
+
+
+def overlap(judged):
+    """The token F1 of SQuAD between the answer and the reference that fits best: the harmonic mean
+    of the shares of their words that they have in common. It needs no model. It cannot see that
+    "no" and "they are the same" may say one thing, and gives "not guilty" .67 for "guilty"."""
+    references = [words(reference) for reference in judged.group.problem.references]
+    answers = [words(answer or "") for answer in judged.group.answers]
+    return torch.tensor([max(f1(answer, each) for each in references) for answer in answers])
+
+
+def words(text):
+    """Its words and how often each occurs, apart from case, punctuation and articles."""
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return collections.Counter(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def f1(one, other):
+    """For two Counters twice what they share over what they hold, in [0, 1]."""
+    return 2 * (one & other).total() / max(1, one.total() + other.total())
+
+
+def mean_of(*rewards):
+    """The plain average of rewards."""
+    return lambda judged: torch.stack([reward(judged) for reward in rewards]).mean(0)
 
 
 @dataclass(frozen=True)
 class Reward:
-    of: Callable  # Judged -> R [N]
-    judges: set  # whom it needs
-    rows: Callable = rloo_rows  # (Judged, R, A, tokenizer) -> its training rows
+    of: Callable[[Judged], torch.Tensor]  # -> R [N]
+    asks: set[str]  # see judge
+    rows: Callable = rloo_rows  # (Judged, R, A, tokenizer) -> the training rows of the question
 
 
 REWARDS = {
     "cer": Reward(conditional_expectation, {"actor"}),
     "exact": Reward(exact_match, set()),
-    "rule": Reward(rule, {"rule"}),
-    "rule+cer": Reward(rule_and_cer, {"actor", "rule"}),
+    "rule": Reward(verdict, {"verifier"}),
+    "rule+cer": Reward(mean_of(verdict, conditional_expectation), {"verifier", "actor"}),
     "verifree": Reward(verifree, {"actor"}, verifree_rows),
-    "general-verifier": Reward(general_verifier, {"general-verifier"}),
+    "general-verifier": Reward(verdict, {"model"}),
+    "overlap": Reward(overlap, set()),
+    "overlap+cer": Reward(mean_of(overlap, conditional_expectation), {"actor"}),
 }
 
 
-def rewards(name, judged):
+def rewards(name: str, judged: list[Judged]) -> torch.Tensor:
     """R [B, N] of a step, checked."""
     R = [REWARDS[name].of(each) for each in judged]
     for R_group, each in zip(R, judged):

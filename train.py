@@ -23,7 +23,7 @@ from rollout import sample
 from runtime import cli
 from runtime.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from runtime.files import read_config
-from runtime.ranks import Stop, all_gather, init_ranks, make_directory, seed_everything
+from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
 from tasks.general_verifier import GENERAL_VERIFIER
@@ -42,7 +42,7 @@ def main():
     held_out = []
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
-    out = make_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
+    out = open_run_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
 
     # The actor samples and scores. Some rewards and verifiers ask a second model.
     model_path = args.model or toy_model.make_model(out / "warm-start", args)

@@ -18,7 +18,7 @@ from engine.supervised import supervise
 from engine.tokens import split_answer, vocabulary
 from runtime import cli
 from runtime.files import read_rows
-from runtime.ranks import init_ranks, make_directory
+from runtime.ranks import init_ranks, open_run_directory
 from tasks.data import in_epochs, to_problem
 from tasks.prompts import encode_prompt
 
@@ -37,7 +37,7 @@ def main():
     device = init_ranks()
     cli.require(dist.get_world_size() == 1, "warm_start.py runs in one process, without torchrun")
     demonstrations = read_demonstrations(args.data)
-    out = make_directory(args.out, "warm-start")
+    out = open_run_directory(args.out, "warm-start")
     model, tokenizer = load(args.model, device, check_sampling, check_scoring)
     encode = vocabulary(tokenizer).encode
     pairs = [(encode_prompt(tokenizer, problem), encode(text)) for problem, text in demonstrations]

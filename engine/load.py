@@ -15,15 +15,20 @@ from runtime.cli import explain, require
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
 
 
-def load(name_or_dir, device, *checks):
-    """Load the actor or the verifier, in bf16 on a GPU and in fp32 on a CPU -> (model, tokenizer).
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def load(name_or_dir, device, *checks, dtype="auto"):
+    """Load the actor or the verifier -> (model, tokenizer). dtype: "fp32", "bf16", or "auto", which
+    is bf16 on a GPU and fp32 on a CPU.
 
     checks: functions of (model, tokenizer) that raise an error if the model does not do what the
     method assumes: check_sampling, and cer.check_scoring. The verifier only generates, and has
     none. Whatever they raise becomes one line that names the model's family."""
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
-    on_gpu = torch.device(device).type == "cuda"
-    model = load_model(name_or_dir, device, torch.bfloat16 if on_gpu else torch.float32)
+    if dtype == "auto":
+        dtype = "bf16" if torch.device(device).type == "cuda" else "fp32"
+    model = load_model(name_or_dir, device, DTYPES[dtype])
     reset_generation_config(model, tokenizer)
     with explain(f"{model.config.model_type} is not supported"):
         for check in checks:

@@ -28,27 +28,25 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     positions = getattr(actor.config, "max_position_embeddings", None) or longest_row
     need = f"the longest prompt, --max-new-tokens and the longest reference take {longest_row}"
     require(longest_row <= positions, f"the model has {positions} positions, and {need}")
-    on_gpu = torch.cuda.is_available()
-    most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
-    if not on_gpu:
-        return most, cpu_offload, f"memory: {most:,} tokens in a micro-batch"
-    least, ranks = most if microbatch_tokens else longest_row, dist.get_world_size()
+    if not torch.cuda.is_available():
+        tokens = max(longest_row, microbatch_tokens or MOST_TOKENS["cpu"])
+        return tokens, cpu_offload, f"memory: {tokens:,} tokens in a micro-batch"
+    most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda"])
+    least = most if microbatch_tokens else longest_row
     free = 0.97 * min(all_gather([torch.cuda.mem_get_info()[0]]))
-    for offload in sorted({cpu_offload, True}):
-        needed = functools.partial(memory_needed, actor, offload, ranks)  # grows with the tokens
-        tokens = bisect.bisect(range(most + 1), free, key=needed) - 1
+    for offload in [True] if cpu_offload else [False, True]:
+        needed = functools.partial(memory_needed, actor, offload, dist.get_world_size())
+        tokens = bisect.bisect(range(most + 1), free, key=needed) - 1  # the most that fit
         if tokens >= least:
-            break
-    else:
-        need = f"{least} tokens in a micro-batch need about {needed(least) / 1e9:.3g} GB"
-        helps = "use more GPUs (torchrun), shorter rows or a smaller model"
-        raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: {helps}")
-    line = f"memory: {tokens:,} tokens in a micro-batch, about {needed(tokens) / 1e9:.3g} "
-    line += f"of {free / 1e9:.3g} GB beside the actor"
-    if offload:
-        line += "; policy and Adam in CPU memory"
-        check_host(actor)
-    return tokens, offload, line
+            line = f"memory: {tokens:,} tokens in a micro-batch, about {needed(tokens) / 1e9:.3g} "
+            line += f"of {free / 1e9:.3g} GB beside the actor"
+            if offload:
+                check_host(actor)
+                line += "; policy and Adam in CPU memory"
+            return tokens, offload, line
+    need = f"{least} tokens in a micro-batch need about {needed(least) / 1e9:.3g} GB"
+    helps = "use more GPUs (torchrun), shorter rows or a smaller model"
+    raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: {helps}")
 
 
 def check_host(actor):

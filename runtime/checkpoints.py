@@ -27,9 +27,13 @@ def check_resumed(out, flags, free, last_step):
     fingerprint among the flags)."""
     config = read_config(out)
     before = config["flags"] | {"data": config.get("data")}
-    pairs = [(n, before.get(n), flags.get(n)) for n in before | flags if n not in free]
-    changed = ", ".join(f"{name} was {was} and is {is_}" for name, was, is_ in pairs if was != is_)
-    require(not changed, f"{out} cannot go on, since {changed}: keep it, or choose a new directory")
+    changed = [
+        f"{name} was {before.get(name)} and is {flags.get(name)}"
+        for name in before | flags
+        if name not in free and before.get(name) != flags.get(name)
+    ]
+    keep = "keep it, or choose a new directory"
+    require(not changed, f"{out} cannot go on, since {', '.join(changed)}: {keep}")
     done = max([step for step, _ in checkpoints(out)], default=0)
     require(done <= last_step, f"the run in {out} has {done} steps, more than {last_step}")
     shutil.rmtree(out / "checkpoints" / "partial", ignore_errors=True)  # what a kill has left

@@ -16,24 +16,32 @@ def read_rows(path, log=False):
     """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
     because readers that guess types turn "014" into 14. InputError names the first bad row. The
     last line of a log may be half written, and is left out if it has no end."""
-    path, rows = Path(path), []
+    path = Path(path)
     ending = path.suffix.lower()
     require(ending in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
     require(path.is_file(), f"{path}: no such file")
+    rows = []
     try:
-        if ending == ".parquet":
-            source = table_rows(pyarrow.parquet.read_table(path))
-        elif ending == ".json":
-            source = json.loads(path.read_bytes())
-        else:
-            lines = path.read_bytes().split(b"\n")[: -1 if log else None]
-            source = (json.loads(line) for line in lines if line.strip())
-        for row in source:
-            rows.append(dict(**row))  # only an object has names for its columns
+        for row in parse_rows(path, ending, log):
+            if not isinstance(row, dict):
+                raise ValueError(f"got {row!r:.40}")
+            rows.append(row)
     except (ValueError, TypeError, OSError, RuntimeError) as error:  # too deep a nesting, too
         problem = f"{path}, row {len(rows) + 1}: expected objects with named columns"
         raise InputError(f"{problem} ({message_of(error)})") from error
     return rows
+
+
+def parse_rows(path, ending, log):
+    if ending == ".parquet":
+        yield from table_rows(pyarrow.parquet.read_table(path))
+    elif ending == ".json":
+        yield from json.loads(path.read_bytes())
+    else:
+        lines = path.read_bytes().split(b"\n")
+        if log:
+            lines.pop()  # empty, or half a line that a kill has left
+        yield from (json.loads(line) for line in lines if line.strip())
 
 
 def table_rows(table):
@@ -47,11 +55,6 @@ def table_rows(table):
             column = column.cast(pyarrow.list_(text)).cast(pyarrow.list_(wide))
         table = table.set_column(i, table.column_names[i], column)
     return table.to_pylist()
-
-
-def references_of(row):
-    """The references of a line of samples.jsonl. Older files have only one, `reference`."""
-    return row.get("references") or [row["reference"]]
 
 
 def write_atomically(path, text):

@@ -49,15 +49,17 @@ def all_gather(part):
 LOCKS = []  # open until this process ends
 
 
-def make_directory(out, name, resume=False):
-    """Make and lock --out, or runs/TIME-NAME-PID -> its path, the same on all ranks. Raises
-    InputError if another process uses it, or if it is not empty, unless a run is resumed. What is
-    refused later leaves a lock in it, or a toy's warm start, and it counts as empty."""
+def open_run_directory(out, name, resume=False):
+    """The directory of a run: --out, or runs/TIME-NAME-PID, the same on all ranks. It is made, and
+    locked until this process ends. InputError if another process holds it, or if it is not empty
+    and the run is not resumed."""
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     out = Path(all_gather([out or default])[0]).expanduser()
     if is_rank_0():
-        used = {path.name for path in out.glob("*")} - {"lock", "warm-start", "config.json.partial"}
-        require(resume or not used, f"--out {out} is not empty: use another or (train.py) --resume")
+        # What a run leaves that was refused before its first step; it may be started again.
+        leftovers = {"lock", "warm-start", "config.json.partial"}
+        empty = {path.name for path in out.glob("*")} <= leftovers
+        require(resume or empty, f"--out {out} is not empty: use another or (train.py) --resume")
         LOCKS.append(lock(out))
     dist.barrier()
     return out

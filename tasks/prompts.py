@@ -40,12 +40,19 @@ def usable_prompts(tokenizer, problems, name, most=math.inf):
     (problems, tokens of the longest prompt). name: of the data set, for the messages. InputError if
     no question is left."""
     control = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    plain = [p for p in problems if not any(token in p.question for token in control)]
-    sizes = [len(encode_prompt(tokenizer, p)) for p in progress("prompts", plain, unit="prompt")]
-    kept = [problem for problem, size in zip(plain, sizes) if size <= most]
-    counts = f"{len(problems) - len(plain)} of {len(problems)} questions have a control token"
-    counts += f", and {len(plain) - len(kept)} prompts more than {most} tokens" * (most < math.inf)
+    kept, longest, controlled, too_long = [], 0, 0, 0
+    for problem in progress("prompts", problems, unit="prompt"):
+        if any(token in problem.question for token in control):
+            controlled += 1
+        elif (size := len(encode_prompt(tokenizer, problem))) > most:
+            too_long += 1
+        else:
+            kept.append(problem)
+            longest = max(longest, size)
+    counts = f"{controlled} of {len(problems)} questions have a control token"
+    if most < math.inf:
+        counts += f", and {too_long} prompts more than {most} tokens"
     require(kept, f"{name}: no question is left; {counts}")
     if len(kept) < len(problems):
         say(f"{name}: left out: {counts}")
-    return kept, max(size for size in sizes if size <= most)
+    return kept, longest

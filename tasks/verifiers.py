@@ -7,6 +7,7 @@ as wrong, and the run goes on. What has to see the question belongs in MODELS.
 """
 
 import collections
+import functools
 import logging
 import re
 import unicodedata
@@ -16,7 +17,7 @@ from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
 from runtime.cli import message_of, require, say
-from tasks import general_verifier, toy
+from tasks import toy
 
 # math-verify with the settings of the paper's authors. Its time limit is 5 seconds.
 NORMALIZATION = NormalizationConfig(
@@ -64,57 +65,55 @@ def plain_text(text):
     return plain[LEADING_PUNCTUATION.match(plain).end() :] or text
 
 
-# Programs: (answer, reference) -> bool. Of several references one is enough.
-PROGRAMS = {
+# The names are what the rows of a data set use (tasks.data.Problem.verifier).
+PROGRAMS = {  # (answer, reference) -> bool; of several references one is enough
     "math": equal_in_mathematics,
     "letter": same_letter,
     "text": same_text,
     "toy-rule": toy.same_digits,
     "toy-truth": toy.same_number,
 }
-# What also reads the question, or many answers at once: ((problem, answer) pairs, verifier_model)
-# -> list of bool.
-MODELS = {"general-verifier": general_verifier.ask}
-VERIFIERS = [*PROGRAMS, *MODELS]  # the names that the rows of a data set use (Problem.verifier)
+# A verifier of yours that reads the question, or asks a service about many answers at once:
+MODELS = {}  # list of (Problem, answer) -> list of bool
+VERIFIERS = [*PROGRAMS, *MODELS]
 
 
-def verify(pairs, verifier_model=None, verifier=None):
+def verify(pairs, ask=None):
     """(problem, answer) pairs -> whether each answer is right, list of bool. No answer, None or an
-    empty box, is wrong. A verifier decides once about each distinct pair: the problem's own, or the
-    one that is given. verifier_model: (model, tokenizer), for general-verifier."""
-    by_name = collections.defaultdict(list)
+    empty box, is wrong. Whoever decides is asked once about each distinct pair: the problem's own
+    verifier, or ask, a function as in MODELS."""
+    asked = collections.defaultdict(list)  # by the name of the verifier
     for problem, answer in dict.fromkeys(pairs):
         if answer:
-            by_name[verifier or problem.verifier].append((problem, answer))
+            asked["ask" if ask else problem.verifier].append((problem, answer))
     right = set()
-    for name, asked in by_name.items():
-        if name in PROGRAMS:
-            verdicts = [accepts(name, *pair) for pair in asked]
-        else:
-            verdicts = MODELS[name](asked, verifier_model)
-        fits = len(verdicts) == len(asked)
-        require(fits, f"the verifier {name!r} must give a bool for each of {len(asked)} answers")
-        right.update(pair for pair, verdict in zip(asked, verdicts) if verdict)
+    for name, some in asked.items():
+        decide = ask or MODELS.get(name) or functools.partial(by_program, name)
+        verdicts = decide(some)
+        fits = len(verdicts) == len(some) and all(isinstance(each, bool) for each in verdicts)
+        require(fits, f"the verifier {name!r} must return a bool per answer, not {verdicts!r:.80}")
+        right.update(pair for pair, verdict in zip(some, verdicts) if verdict)
     return [pair in right for pair in pairs]
 
 
 FAILED = set()  # the programs whose first error has been printed
 
 
-def accepts(name, problem, answer):
-    """Whether a program accepts an answer for one of the references. An error is no acceptance, and
-    its first one is printed."""
-    for reference in problem.references:
-        try:
-            right = PROGRAMS[name](answer, reference)
-        except Exception as error:  # one answer must not end a run
-            if name not in FAILED:
-                where = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
-                say(f"the verifier {name!r} fails on {where}: {message_of(error)}")
-            FAILED.add(name)
-            continue
-        fits = isinstance(right, bool)
-        require(fits, f"the verifier {name!r} must return a bool, not {right!r:.80}")
-        if right:
-            return True
-    return False
+def by_program(name, pairs):
+    """What a program of PROGRAMS decides about each pair."""
+    return [
+        any(accepts(name, problem, reference, answer) for reference in problem.references)
+        for problem, answer in pairs
+    ]
+
+
+def accepts(name, problem, reference, answer):
+    """What a program returns. An error is no acceptance, and its first one is printed."""
+    try:
+        return PROGRAMS[name](answer, reference)
+    except Exception as error:  # one answer must not end a run
+        if name not in FAILED:
+            where = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
+            say(f"the verifier {name!r} fails on {where}: {message_of(error)}")
+        FAILED.add(name)
+        return False

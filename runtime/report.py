@@ -1,32 +1,29 @@
 """What a run reports: a header, one line per step, warnings and a summary; and the files that it
-writes (see RunLog). Also what judge.py prints."""
+writes (see RunLog)."""
 
 import datetime
 import json
 import math
 import time
 
-import numpy
 import pandas
 import torch
 import torch.distributed as dist
 import transformers
 
-from rloo import leave_one_out
 from runtime.cli import is_rank_0, say
-from runtime.files import append_rows, read_rows, references_of, to_jsonl, write_atomically
+from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 TINY = 1e-6  # rewards below this teach next to nothing
-FEW = 10  # with fewer questions the standard error is itself too uncertain for an interval
 RARE = 1e-4  # a question without a larger reward has hardly any weight beside the others
 
 
 # --------------------------------------------------------------------------------------- in numbers
 
 
-def describe(judged, R, A):
+def group_metrics(judged, R, A):
     """The metrics of one group. R, A [N]."""
     group, N = judged.group, len(R)
     # Tiny is not 0: P of a long reference can underflow, and its recorded logarithm does not.
@@ -56,26 +53,25 @@ def means(described):
     return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
 
 
-def group_record(step, judged, R):
-    """One group as a row of samples.jsonl."""
-    group, scores, said = judged.group, judged.scores, {}
-    if judged.right is not None:
-        words = zip(group.answers, judged.right.tolist())
-        said["verdicts"] = [a if a is None else "right" if yes else "wrong" for a, yes in words]
-    if scores:
-        matrices = {"log_W": scores.log_W.tolist(), "log_P": scores.log_P.tolist()}
-        said |= matrices | {"distinct_answers": scores.distinct_answers, "columns": scores.columns}
-    return {
-        "step": step,
+def group_record(judged, **more):
+    """One group as a line of samples.jsonl or evaluations.jsonl: what was asked and sampled, and
+    what the judges said. more: what the script adds, such as its rewards."""
+    group, scores = judged.group, judged.scores
+    record = {
         "question": group.problem.question,
-        "reference": group.problem.reference,
         "references": group.problem.references,
         "texts": group.texts,
-        "answers": group.answers,
+        "answers": group.answers,  # null without a closed box
         "truncated": group.truncated,
-        "R": R.tolist(),
-        **said,
+        "tokens": [len(ids) for ids in group.completions],
     }
+    if judged.right is not None:
+        record["right"] = judged.right.tolist()
+    if scores:
+        record |= {"distinct_answers": scores.distinct_answers, "columns": scores.columns}
+        for name in "log_W", "log_references", "log_P":
+            record[name] = getattr(scores, name).tolist()
+    return record | more
 
 
 IN_THE_LOG = "reward", "answered", "truncated", "zero_advantage_groups", "entropy"
@@ -106,107 +102,15 @@ def warning(numbers):
         return "in every group all samples received the same reward, so this step had no gradient"
 
 
-# ----------------------------------------------------------------------------------- rewards judged
-
-
-def say_judgement(rows):
-    """Print what judge.py's rows of samples.jsonl say about their rewards -> the table."""
-    names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
-    frame = pandas.DataFrame([row | row["rewards"] for row in rows])
-    samples = frame[[*lists, *names]].explode([*lists, *names]).infer_objects()
-    samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
-    samples["verbatim"] = [a in references_of(rows[k]) for k, a in samples.answers.items()]
-    shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
-    both, table = judge_rewards(samples, names)
-    sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
-    print(f"{len(rows)} questions x {len(rows[0]['answers'])} samples: {sampled}")
-    print(f"{both} questions have both right and wrong answers; AUC is their mean")
-    print(table.to_string(float_format="{:.3g}".format, na_rep="-"))
-    if "cer" in names and samples.right.any():
-        print("least CER of right answers; the model rarely writes such references:")
-        for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
-            answer = samples.loc[[k]].query("right").answers.iloc[0]
-            reference = " or ".join(references_of(rows[k]))
-            print(f"  {reward:.1e}  {answer!r:.50} for a* = {reference!r:.50}")
-    print(advice(shares, table, len(rows)))
-    return table
-
-
-def judge_rewards(samples, names):
-    """-> how many questions have both right and wrong answers, and judge.py's table with a row for
-    each reward. samples: indexed by question. The interval is a bootstrap over questions."""
-    answered = samples[samples.answered]
-    right, wrong = answered[answered.right][names], answered[~answered.right][names]
-    both = sorted({*right.index} & {*wrong.index})
-    aucs = [auc(right.loc[[k]], wrong.loc[[k]]) for k in both] or [[math.nan] * len(names)]
-    means = numpy.random.default_rng(0).choice(aucs, (2000, len(aucs))).mean(1)  # [2000, names]
-    groups = samples.groupby(level=0)[names]
-    columns = {
-        "AUC": numpy.mean(aucs, axis=0),
-        "from": numpy.quantile(means, 0.025, axis=0),
-        "to": numpy.quantile(means, 0.975, axis=0),
-        "aim": [aim(samples[name], samples.right) for name in names],
-        "mean if right": right.mean(),
-        "if wrong": wrong.mean(),
-        "right, nothing": (right < TINY).mean(),
-        "groups, equal": (groups.nunique() == 1).sum(),
-        "groups, tiny": (groups.max() < RARE).sum(),
-    }
-    return len(both), pandas.DataFrame(columns, index=names)
-
-
-def auc(right, wrong):
-    """For each reward how often a right sample of a question receives more than a wrong one; ties
-    count half. right, wrong [samples, rewards]."""
-    difference = right.to_numpy()[:, None] - wrong.to_numpy()
-    return ((difference > 0) + 0.5 * (difference == 0)).mean((0, 1))
-
-
-def aim(R, right):
-    """The cosine between the advantages of a reward and those of the truth, over all samples: 1 if
-    training would push every sample as the truth does. Unlike AUC it knows the size of rewards: one
-    that is tiny in most groups teaches the others alone. Nan if one of the two has no advantage.
-    R, right: Series, indexed by question."""
-
-    def advantages(series):
-        groups = [torch.tensor(group.to_numpy(float)) for _, group in series.groupby(level=0)]
-        return torch.cat([leave_one_out(group) for group in groups])
-
-    A, A_truth = advantages(R), advantages(right)
-    return (A @ A_truth / (A.norm() * A_truth.norm())).item()
-
-
-def advice(shares, table, questions):
-    """What the numbers mean for training, in a sentence."""
-    if "cer" in table.index and table["from"]["cer"] < 0.6:
-        return "cer may not tell right from wrong here (see its interval): look at samples first"
-    if shares.right < 0.1:
-        return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
-    if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
-        return "Most rewards are tiny: shorten the references"
-    if shares.verbatim < 0.7 * shares.right:
-        return "Many right answers are not verbatim: use cer, or rule if a verifier reads them all"
-    return "Most right answers are verbatim: exact may do, and costs least"
-
-
-def say_pass_at_1(samples):
-    """Print pass@1 of each run by the user's grades, and how it differs from the first run's.
-    samples: a DataFrame with run, question, and two columns of bool: you, verifier."""
-    runs, samples = list(samples.run.unique()), samples.astype({"you": bool, "verifier": bool})
-    samples["agree"] = samples.you == samples.verifier
-    shares = samples.groupby(["question", "run"])[["you", "verifier", "agree"]].mean().unstack()
-    yours = shares.you[runs]  # [questions, runs]
-    columns = {"pass@1": yours.mean(), "SE": yours.sem()}
-    columns |= {"its verifier's": shares.verifier.mean(), "you agree on": shares.agree.mean()}
-    table = pandas.DataFrame(columns, index=runs)
-    print(f"\n{len(yours)} questions by your grades")
-    print(table.to_string(float_format="{:.3g}".format, na_rep="-"))
-    for run in runs[1:]:
-        change = yours[run] - yours[runs[0]]  # paired by question
-        low, high = (change.mean() + sign * 1.96 * change.sem() for sign in (-1, 1))
-        interval = f"95%: {low:.3g} to {high:.3g}"
-        interval = interval if len(change) >= FEW else f"grade {FEW} questions for an interval"
-        print(f"{run} minus {runs[0]}: {brief(change.mean())} ({interval})")
+def pass_at_1_change(first, last, rows):
+    """The first and the last evaluation in words, and the change between them. Both ask the same
+    questions, so the change is paired by question, which takes the questions' own spread out of its
+    standard error. rows: of evaluations.jsonl."""
+    right = rows.groupby(["index", "step"]).correct.mean().unstack()  # [questions, steps]
+    change = right.iloc[:, -1] - right.iloc[:, 0]
+    error = f" ± {brief(change.sem())} (SE; noise may reach 2 SE)" if len(change) > 1 else ""
+    first, last = (brief(line["pass_at_1"]) + plus_minus(line) for line in (first, last))
+    return f"first {first}, last {last}, change {brief(change.mean())}{error}"
 
 
 # ------------------------------------------------------------------------------------------ the log
@@ -218,7 +122,8 @@ class RunLog:
     evaluations.jsonl (all held-out samples). All ranks call it, and gather what rank 0 writes."""
 
     def __init__(self, out, args, data, first_step, last_step):
-        self.out, self.args, self.warned = out, args, set()
+        self.out, self.args = out, args
+        self.warned, self.started = set(), None
         self.first_step, self.last_step = first_step, last_step
         kept = {}  # the steps before the first one; a resumed run repeats later steps
         for name in "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl":
@@ -270,6 +175,7 @@ class RunLog:
     def start(self):
         """Start the clock of a step."""
         self.seconds, self.since = {}, time.perf_counter()
+        self.started = self.started or self.since
 
     def lap(self, part):
         """Note the seconds of a part of the step, which ends here. The first thing for which ranks
@@ -279,7 +185,7 @@ class RunLog:
 
     def step(self, step, judged, R, A, numbers):
         """Write and print a step: the means over the groups of all ranks, and more numbers."""
-        described = all_gather([describe(*each) for each in zip(judged, R, A)])
+        described = all_gather([group_metrics(*each) for each in zip(judged, R, A)])
         largest = [
             {"step": step, "question": each.group.problem.question, "best": best}
             for each, best in zip(judged, R.amax(1).tolist())
@@ -316,13 +222,8 @@ class RunLog:
             return
         print(f"{self.args.reward} on {self.args.dataset}")
         if tests := [line for line in self.lines if "pass_at_1" in line]:
-            first, last = (brief(x["pass_at_1"]) + plus_minus(x) for x in (tests[0], tests[-1]))
             rows = pandas.DataFrame(read_rows(self.out / "evaluations.jsonl"))
-            by_step = rows.groupby(["index", "step"]).correct.mean().unstack()  # [questions, steps]
-            change = by_step.iloc[:, -1] - by_step.iloc[:, 0]  # paired by question
-            error = f" ± {brief(change.sem())} (SE; noise may reach 2 SE)"
-            change = brief(change.mean()) + (error if len(change) > 1 else "")
-            print(f"  pass@1            first {first}, last {last}, change {change}")
+            print(f"  pass@1            {pass_at_1_change(tests[0], tests[-1], rows)}")
         steps = pandas.DataFrame([line for line in self.lines if "seconds" in line])
         largest = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
         best = largest.groupby("question", sort=False).best.max()
