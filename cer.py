@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.tokens import LOGITS_AT_ONCE, batches, pad, vocabulary
+from engine.tokens import LOGITS_AT_ONCE, batches, pad, split_answer, vocabulary
 
 # ---------------------------------------------------------------------------------- the mathematics
 
@@ -62,7 +62,7 @@ class Scores:
     """W and P of one question (drawn in the paper's Fig. 2), from which its rewards come."""
 
     answers: list[str | None]  # N, a_i; None without a closed box
-    references: list[str]  # K, a*; one of them is enough
+    references: list[str]  # K, the wordings of a*; one of them is enough
     distinct_answers: list[str]  # U, the rows of W
     columns: list[int]  # the samples with a closed box; their solutions are W's columns
     log_W: torch.Tensor  # [U, columns]; -inf if the solution is not among this answer's M
@@ -70,67 +70,84 @@ class Scores:
 
     @property
     def log_P(self):
-        """[columns]. Finished answers exclude each other, so their probabilities add up."""
+        """log P [columns]. The event is that the answer is one of the references. Finished answers
+        exclude each other, so their probabilities add up: P_j = sum_k pi(a*_k | s_j)."""
         return self.log_references.logsumexp(0)
 
     def cer(self):
-        """R [N], 0 without an answer. An empty box states none, unless a reference is empty."""
+        """R [N]. Without an answer, or with an empty box, which states none, it is 0."""
         reward_of = dict(zip(self.distinct_answers, cer(self.log_W, self.log_P).tolist()))
-        stated = [a if a or "" in self.references else None for a in self.answers]
-        return torch.tensor([reward_of.get(answer, 0.0) for answer in stated])
+        return torch.tensor([reward_of[answer] if answer else 0.0 for answer in self.answers])
 
     def P(self):
-        """P of each sample's own solution [N], 0 without a closed box. VeriFree's reward."""
-        P = dict(zip(self.columns, self.log_P.exp().tolist()))
-        return torch.tensor([P.get(i, 0.0) for i in range(len(self.answers))])
+        """P of each sample's own solution [N], which is VeriFree's reward. 0 without a closed box,
+        since nothing says where the solution ends."""
+        P = torch.zeros(len(self.answers))
+        P[self.columns] = self.log_P.exp()
+        return P
 
     def draw_references(self):
-        """For each sample one of the references, drawn in proportion to its probability after the
-        sample's solution [N], None without a closed box. What VeriFree teaches."""
+        """One reference for each column, drawn in proportion to its probability after the column's
+        solution -> {sample: reference}."""
         drawn = torch.multinomial(self.log_references.softmax(0).T, 1)[:, 0].tolist()
-        chosen = dict(zip(self.columns, (self.references[k] for k in drawn)))
-        return [chosen.get(i) for i in range(len(self.answers))]
+        return dict(zip(self.columns, (self.references[k] for k in drawn)))
 
 
 def score(model, tokenizer, prompt, completions, reference, M=None):
-    """W and P of the N samples of one question -> Scores. reference: a string, or a list of strings
-    of which each is right."""
+    """W and P of the N samples of one question -> Scores, fp32, on the CPU.
+
+    prompt: token ids. completions: N lists of token ids as they were sampled. reference: a string,
+    or a list of strings, several wordings of which each is right. For each answer P is averaged
+    over M of the solutions, or over all by default (see choose_solutions).
+
+    model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
+    top-k or top-p, or they are no samples of pi(s|q). This is not checked, and otherwise R is
+    wrong. Raises ValueError for inputs of another form.
+    """
     references = [reference] if isinstance(reference, str) else reference
     check_inputs(prompt, completions, references, M)
-    # The event is a set. What is in it twice counts once, also two texts that the tokenizer makes
-    # one (é has two codes in Unicode), or P could exceed 1.
-    encode = vocabulary(tokenizer).encode
-    references = list({tuple(encode(each)): each for each in references}.values())
-    boxes = [vocabulary(tokenizer).locate_answer(ids) for ids in completions]
+    vocab = vocabulary(tokenizer)
+    # Two texts that the tokenizer makes one (é has two codes in Unicode) are one reference. Counted
+    # twice, P could exceed 1.
+    references = list({tuple(vocab.encode(each)): each for each in references}.values())
+    # A sample without a closed box has neither row nor column. If it opened a box that never
+    # closed, this biases the other rewards, since its solution is missing (docs/theory.md).
+    boxes = [vocab.locate_answer(ids) for ids in completions]
     columns = [j for j, box in enumerate(boxes) if box]
     contexts = [prompt + completions[j][: boxes[j].solution_length] for j in columns]
-    answers = list(dict.fromkeys(boxes[j].answer for j in columns))  # each is scored once
-    scored = list(dict.fromkeys([*answers, *references]))
+    distinct = list(dict.fromkeys(boxes[j].answer for j in columns))
+
+    scored = list(dict.fromkeys([*distinct, *references]))  # each is scored once
     scores = answer_logprobs(model, tokenizer, contexts, scored).cpu()  # [len(scored), columns]
-    log_W, log_references = scores[: len(answers)], scores[[scored.index(a) for a in references]]
+    log_W = scores[: len(distinct)]
+    log_references = scores[[scored.index(each) for each in references]]
     if M is not None and M < len(columns):
-        row_of = [answers.index(boxes[j].answer) for j in columns]
-        log_W = log_W.masked_fill(~choose_solutions(len(answers), row_of, M), -torch.inf)
-    stated = [box.answer if box else None for box in boxes]
-    return Scores(stated, references, answers, columns, log_W, log_references)
+        row_of = [distinct.index(boxes[j].answer) for j in columns]
+        log_W = log_W.masked_fill(~choose_solutions(len(distinct), row_of, M), -torch.inf)
+    answers = [box.answer if box else None for box in boxes]
+    return Scores(answers, references, distinct, columns, log_W, log_references)
 
 
 def rewards(model, tokenizer, prompt, completions, reference, M=None):
-    """CER of the N samples of one question -> (R [N], Scores). What another trainer calls.
-    reference: a string, or a list of strings of which each is right."""
+    """CER of the N samples of one question -> (R [N], Scores), for another trainer. The inputs are
+    those of `score`. No gradient flows through R."""
     scores = score(model, tokenizer, prompt, completions, reference, M)
     return scores.cer(), scores
 
 
 def check_inputs(prompt, completions, references, M):
     """Raise ValueError for what would give a wrong reward without an error."""
-    if not all(isinstance(ids, list) for ids in [prompt, completions, *completions]):
+    rows = [prompt, *completions] if isinstance(completions, list) else [completions]
+    if not all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in rows):
         raise ValueError("expected lists of token ids: .tolist(), or return_dict=False")
     if prompt and completions and all(ids[: len(prompt)] == prompt for ids in completions):
         raise ValueError("the completions begin with the prompt: pass ids[len(prompt):]")
     is_list = isinstance(references, (list, tuple)) and references
     if not is_list or not all(isinstance(each, str) for each in references):
         raise ValueError(f"the reference must be a string, or a list of some, got {references!r}")
+    for each in references:
+        if not each or split_answer(rf"\boxed{{{each}}}") != (len(r"\boxed"), each):
+            raise ValueError(f"{each!r} is empty, holds a box, or has unmatched braces")
     if M is not None and M < 1:
         raise ValueError(f"M must be at least 1, got {M}")
 
@@ -154,9 +171,9 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     close the box there, in both of its spellings. Still rarer ways are left out, so the score is a
     lower bound (docs/measurements.md compares it with a real model's samples).
 
-    Cost: each batch of contexts takes one forward pass, which keeps their keys and values, and
-    usually one more that reads all answers after each of its contexts. A naive scorer runs
-    len(contexts) x len(answers) full passes.
+    Cost: what a batch of contexts shares, such as the prompt, is read once. Then one forward pass
+    keeps their keys and values, and usually one more reads all answers after each of them. A naive
+    scorer runs len(contexts) x len(answers) full passes.
 
     model: a Hugging Face model in eval mode with sdpa attention over the whole context, whose
     logits are lm_head of the last hidden state (check_scoring compares it with plain passes).
@@ -226,19 +243,19 @@ def spellings(vocab, answer):
 def read_contexts(model, contexts):
     """One pass over n contexts -> their lengths [n], the last hidden state of each, which predicts
     t_1 [n, H], and the cache of their keys and values."""
-    # The contexts of a question begin with its prompt. It is read once.
-    shared = len(os.path.commonprefix(contexts)[:-1])
-    n, lengths = len(contexts), torch.tensor([len(c) for c in contexts], device=model.device)
+    n = len(contexts)
+    # The contexts of a question begin with its prompt, which is read once. At least the last token
+    # of each is left, because its state is needed.
+    shared = len(os.path.commonprefix([context[:-1] for context in contexts])) if n > 1 else 0
     cache = None
-    if shared and n > 1:
-        prompt = torch.tensor([contexts[0][:shared]], device=model.device)
+    if shared:
+        prompt = torch.tensor([contexts[0][:shared]], device=model.device)  # [1, shared]
         cache = model.base_model(input_ids=prompt, use_cache=True).past_key_values
         cache.batch_repeat_interleave(n)
-    else:
-        shared = 0
     # No token attends to what is on its right, so padding on the right needs no mask.
-    ids = pad([context[shared:] for context in contexts]).to(model.device)  # [n, C]
+    ids = pad([context[shared:] for context in contexts]).to(model.device)  # [n, C - shared]
     out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    lengths = torch.tensor([len(context) for context in contexts], device=model.device)
     last = out.last_hidden_state[torch.arange(n), lengths - 1 - shared]
     return lengths, last, out.past_key_values
 

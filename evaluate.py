@@ -8,27 +8,25 @@ temperature 0.6, top-p 0.95, top-k 20.
 
 import json
 
-import numpy
 import pandas
 import torch.distributed as dist
 
-from engine.load import check_sampling, load
+from engine.load import DTYPES, check_sampling, load
+from reward_functions import judge
 from rollout import sample
 from runtime import cli
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
+from runtime.report import group_record
 from tasks.data import HUB, TOY, load_problems, to_problem
-from tasks.general_verifier import GENERAL_VERIFIER
 from tasks.prompts import usable_prompts
-from tasks.verifiers import VERIFIERS, verify
+from tasks.verifiers import VERIFIERS
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
-def evaluate(
-    model, tokenizer, problems, runs, max_new_tokens, seed, verifier_model=None, **settings
-):
-    """Sample every problem `runs` times -> (summary, one record per sample, in order). The ranks
+def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings):
+    """Sample every problem `runs` times -> (summary, a record of each problem, in order). The ranks
     share the problems. settings: temperature, top_p, top_k.
 
     summary: pass_at_1 (mean over questions of the share of right samples), stderr (standard error
@@ -39,40 +37,30 @@ def evaluate(
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = problems[rank::world]
     groups = sample(model, tokenizer, mine, runs, max_new_tokens, name="evaluation", **settings)
-    pairs = [(group.problem, answer) for group in groups for answer in group.answers]
-    right = verify(pairs, verifier_model)
-    records = [
-        {
-            "index": rank + world * k,
-            "question": group.problem.question,
-            "reference": group.problem.reference,
-            "references": group.problem.references,
-            "answer": answer,
-            "correct": right[k * runs + i],
-            "truncated": group.truncated[i],
-            "tokens": len(group.completions[i]),
-            "text": group.texts[i],
-        }
-        for k, group in enumerate(groups)
-        for i, answer in enumerate(group.answers)
+    judged = judge(groups, {"verifier"}, model, tokenizer)
+    records = all_gather(
+        [group_record(each, index=rank + world * k) for k, each in enumerate(judged)]
+    )
+    records.sort(key=lambda record: record["index"])
+    samples = pandas.DataFrame(records).explode(["answers", "right", "truncated", "tokens"])
+    verbatim = [
+        answer in record["references"] for record in records for answer in record["answers"]
     ]
-    records = sorted(all_gather(records), key=lambda record: record["index"])
-    samples = pandas.DataFrame(records)
-    by_question = samples.groupby("index").correct.mean()
+    by_question = samples.groupby("index").right.mean()
     summary = {
-        "pass_at_1": by_question.mean(),
-        "stderr": by_question.sem() if len(problems) > 1 else None,
-        "exact_match": numpy.mean([row["answer"] in row["references"] for row in records]),
-        "answered": (samples.answer.fillna("") != "").mean(),  # an empty box is no answer
-        "truncated": samples.truncated.mean(),
-        "tokens": samples.tokens.mean(),
+        "pass_at_1": float(by_question.mean()),
+        "stderr": float(by_question.sem()) if len(problems) > 1 else None,
+        "exact_match": sum(verbatim) / len(verbatim),
+        "answered": float((samples.answers.fillna("") != "").mean()),  # an empty box is no answer
+        "truncated": float(samples.truncated.mean()),
+        "tokens": float(samples.tokens.mean()),
         "questions": len(problems),
         "runs": runs,
     }
     return summary, records
 
 
-def answer(model, tokenizer, question, runs, max_new_tokens, **settings):
+def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
     """Print some samples of one question, each with its answer."""
     # The question is checked as one of a data set, where a reference is needed; none is used here.
     problem = to_problem({"question": question, "answer": "?"}, verifier="text")
@@ -91,12 +79,12 @@ def main():
     add("--ask", metavar="QUESTION", help="print some samples of one question, and write nothing")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
-    add("--verifier-model", default=GENERAL_VERIFIER, help="for general-verifier")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
     add("--max-new-tokens", type=count, default=8192, help="longer completions are cut off")
     add("--temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
     add("--top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval-PID)")
     args = parser.parse_args()
@@ -105,21 +93,21 @@ def main():
     if args.ask:
         unused = args.dataset or args.out or args.limit or args.verifier
         cli.require(not unused, "--ask takes no --dataset, --out, --limit or --verifier")
-        model, tokenizer = load(args.model, device, check_sampling)
+        model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
         seed_everything(args.seed)
-        return answer(model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling)
+        return print_samples(
+            model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling
+        )
     names = [name.strip() for name in (args.dataset or "").split(",") if name.strip()]
     cli.require(names, "expected --dataset or --ask")
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")
-    model, tokenizer = load(args.model, device, check_sampling)
-    by_model = any(p.verifier == "general-verifier" for name in names for p in datasets[name])
-    verifier = load(args.verifier_model, device) if by_model else None
+    model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
     datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        how = runs, args.max_new_tokens, args.seed, verifier
+        how = runs, args.max_new_tokens, args.seed
         results[name], records = evaluate(model, tokenizer, problems, *how, **sampling)
         # Save now, since the next data set may take hours.
         append_rows(path, [{"dataset": name} | record for record in records])

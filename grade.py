@@ -14,8 +14,8 @@ import random
 from pathlib import Path
 
 import pandas
-
 from report import say_judgement, say_pass_at_1
+
 from runtime import cli
 from runtime.files import append_rows, read_rows, references_of
 from tasks.verifiers import plain_text

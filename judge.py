@@ -52,7 +52,7 @@ def sample_and_judge(actor, tokenizer, problems, names, args):
     ]
 
 
-# ----------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 def say_judgement(rows):
@@ -102,7 +102,9 @@ def judge_rewards(samples, names):
 
 def interval(name, of_questions, statistic, draws=2000):
     """A statistic [rewards] of what each question has [questions, ...], with its 95% interval."""
-    chosen = numpy.random.default_rng(0).integers(len(of_questions), size=(draws, len(of_questions)))
+    chosen = numpy.random.default_rng(0).integers(
+        len(of_questions), size=(draws, len(of_questions))
+    )
     low, high = numpy.nanquantile(statistic(of_questions[chosen]), [0.025, 0.975], axis=0)
     return {name: statistic(of_questions), f"{name}, low": low, f"{name}, high": high}
 
@@ -161,7 +163,8 @@ def advice(shares, table, questions):
         return "Most rewards are tiny: give several short references, in the model's own wording"
     best = table["aim"].idxmax() if table["aim"].notna().any() else None
     if best and table["aim"][best] > 0:
-        return f"The best aim has {best}, {brief(table['aim'][best])}: train with it, or a cheaper one near it"
+        aim_of_best = brief(table["aim"][best])
+        return f"The best aim has {best}, {aim_of_best}: train with it, or a cheaper one near it"
     return "No reward has an aim: all samples of each question are right, or all are wrong"
 
 

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 
 from runtime.cli import Parser, require, run_script
-from runtime.files import read_config, read_rows, references_of
+from runtime.files import read_config, read_rows
 
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
@@ -79,17 +79,19 @@ def draw_group(group, out):
     for above in numpy.flatnonzero(overlap < 0.5):
         axes["W"].axhline(above + 0.5, color="white", linewidth=5)
         axes["R"].axhline(above + 0.5, color="white", linewidth=5)
-    names = [label(answer, references_of(group)) for answer in answers]
+    names = [label(answer, group["references"]) for answer in answers]
     axes["P"].set_yticks([0], ["P = π(a*|s)"])
     axes["W"].set_yticks(range(len(rows)), [names[i] for i in rows])
     axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=11)
     axes["W"].set_xlabel("solutions, named by the answer that each led to")
     axes["W"].set_title("D⁻¹W: the posterior, which solutions lead to the answer")
-    of_cer = "cer" in group["rewards"] if "rewards" in group else "verdicts" not in group
-    axes["R"].set_title("R = D⁻¹W P" if of_cer else "R")
+    of_answers = numpy.nan_to_num(posterior) @ P  # CER, 0 without an answer
+    is_cer = numpy.allclose(of_answers, numpy.array(R)[rows], atol=1e-4)
+    axes["R"].set_title("R = D⁻¹W P" if is_cer else "R")
     question = shorten(" ".join(group["question"].split()), 90)
-    reference = shorten(" or ".join(references_of(group)), 60)
-    figure.suptitle(f"step {group['step']}: {question}\na* = {reference}", fontsize=13)
+    reference = shorten(" or ".join(group["references"]), 60)
+    step = f"step {group['step']}: " if "step" in group else ""
+    figure.suptitle(f"{step}{question}\na* = {reference}", fontsize=13)
     save(figure, out)
 
 

@@ -69,7 +69,7 @@ def verifree_rows(judged, R, A, tokenizer):
     uses it. In the same way, of several references each is taught as often as the model uses it:
     their sum is R_i, and a row teaches one of them, drawn in proportion.
     """
-    group, rows, references = judged.group, [], judged.scores.draw_references()
+    group, references, rows = judged.group, judged.scores.draw_references(), []
     for i, (box, R_i, A_i) in enumerate(zip(group.boxes, R.tolist(), A.tolist())):
         solution, reference = group.solution(i), []
         if box:

@@ -12,11 +12,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import check_sampling, load
+from engine.load import DTYPES, check_sampling, load
 from engine.memory import check_disk, plan_memory
 from engine.policy import check_training, copy_weights, make_policy
 from evaluate import evaluate
-from report import RunLog
 from reward_functions import REWARDS, judge, rewards
 from rloo import leave_one_out, update
 from rollout import sample
@@ -24,9 +23,9 @@ from runtime import cli
 from runtime.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from runtime.files import read_config
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
+from runtime.report import RunLog
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
-from tasks.general_verifier import GENERAL_VERIFIER
 from tasks.prompts import usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -44,13 +43,13 @@ def main():
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
     out = open_run_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
 
-    # The actor samples and scores. Some rewards and verifiers ask a second model.
+    # The actor samples and scores.
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
-    actor, tokenizer = load(model_path, device, check_sampling, check_scoring)
-    reward = REWARDS[args.reward]
-    asked = held_out + problems * ("rule" in reward.judges)
-    by_model = "general-verifier" in {*reward.judges, *(problem.verifier for problem in asked)}
-    verifier = load(args.verifier_model, device) if by_model else None
+    checks = check_sampling, check_scoring
+    actor, tokenizer = load(model_path, device, *checks, dtype=args.dtype)
+    reward, verifier_model = REWARDS[args.reward], None
+    if "model" in reward.asks:
+        verifier_model = load(args.verifier_model, device)
     problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
     if held_out:
         held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
@@ -59,14 +58,14 @@ def main():
     data = fingerprint(problems, held_out, tokenizer.chat_template)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
-        check_resumed(out, vars(args) | {"data": data}, FREE, last_step)
+        check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
 
     # The policy is trained, and copied to the actor after each step.
     longest_row = longest + args.max_new_tokens + longest_reference(tokenizer, problems)
     memory = plan_memory(actor, longest_row, args.microbatch_tokens, args.cpu_offload)
     token_budget, offload, memory_line = memory
     disk_line = check_disk(actor, out, args.keep)
-    policy, optimizer = make_policy(model_path, offload, args.lr)
+    policy, optimizer = make_policy(model_path, offload, args.lr, actor.dtype)
     first_step = 1
     if args.resume:
         first_step += load_checkpoint(out, policy, optimizer)
@@ -81,7 +80,7 @@ def main():
     step = first_step - 1
     due = step % args.eval_every == 0 or step == last_step
     if held_out and due and not log.has_evaluation():
-        log.evaluated(*evaluation(actor, tokenizer, held_out, args, verifier))
+        log.evaluated(*evaluation(actor, tokenizer, held_out, args))
 
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
@@ -92,11 +91,11 @@ def main():
         groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
         log.lap("sample")
 
-        # 2. Judge: W and P of each group under the actor, or a verifier's verdicts.
-        judged = judge(groups, reward.judges, actor, tokenizer, args.m, verifier)
+        # 2. Judge: ask the actor for W and P of each group, or a verifier for what is right.
+        judged = judge(groups, reward.asks, actor, tokenizer, args.m, verifier_model)
         log.lap("reward")
 
-        # 3. Reward: a function of that alone. R [b, N]. No gradient flows through it.
+        # 3. Reward: a function of what they said. R [b, N]. No gradient flows through it.
         R = rewards(args.reward, judged)
 
         # 4. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
@@ -117,7 +116,7 @@ def main():
         if last or stopping or evaluating or step % args.save_every == 0:
             save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
         if evaluating:
-            log.evaluated(*evaluation(actor, tokenizer, held_out, args, verifier))
+            log.evaluated(*evaluation(actor, tokenizer, held_out, args))
         if stopping:
             break
 
@@ -139,11 +138,11 @@ def learning_rate(step, last_step, args):
     return args.lr * (1 + fraction * (args.lr_end - 1))
 
 
-def evaluation(actor, tokenizer, problems, args, verifier):
+def evaluation(actor, tokenizer, problems, args):
     """evaluate() with the flags of this run."""
     sampling = dict(temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k)
     runs, tokens = args.eval_runs, args.max_new_tokens
-    return evaluate(actor, tokenizer, problems, runs, tokens, args.seed, verifier, **sampling)
+    return evaluate(actor, tokenizer, problems, runs, tokens, args.seed, **sampling)
 
 
 # ------------------------------------------------------------------------------------------ set-up
@@ -159,7 +158,9 @@ def longest_reference(tokenizer, problems):
 
 
 # What a resumed run may change. The other flags define the run and how it is measured.
-FREE = "out resume steps epochs microbatch_tokens cpu_offload eval_every save_every keep".split()
+MAY_CHANGE = (
+    "out resume steps epochs microbatch_tokens cpu_offload eval_every save_every keep".split()
+)
 
 
 def make_parser():
@@ -170,8 +171,9 @@ def make_parser():
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
     add("--dataset", help=f"{names}, or a file (default: toy, or math7.5k with --model)")
     add("--reward", default="cer", choices=REWARDS, help="reward function")
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
-    add("--verifier-model", default=GENERAL_VERIFIER, help="for general-verifier")
+    add("--verifier-model", default="TIGER-Lab/general-verifier", help="for that reward")
     add = parser.add_argument_group("the batch").add_argument
     add("--questions", type=count, default=32, help="B, questions per step, over all ranks")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cer import check_scoring
 from engine.load import check_sampling, load
-from engine.supervised import supervise
+from engine.supervised import finetune
 from engine.tokens import split_answer, vocabulary
 from runtime import cli
 from runtime.files import read_rows
@@ -50,7 +50,7 @@ def main():
     stop = tokenizer.eos_token_id
     cli.require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
     order = iter(in_epochs(pairs, steps * args.batch, args.seed))
-    loss = supervise(model, order, steps, args.batch, args.lr, stop)
+    loss = finetune(model, order, steps, args.batch, args.lr, stop)
     cli.require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
     save(model.eval(), tokenizer, out)
     print(f"final loss {loss:.3f}; next: python judge.py --model {out} --dataset FILE")
@@ -60,7 +60,7 @@ def save(model, tokenizer, out):
     """Save in out/. The files are written in out/partial, and moved when all are complete."""
     partial = out / "partial"
     try:
-        with cli.explain(f"cannot save {out}"):
+        with cli.as_input_error(f"cannot save {out}"):
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             os.sync()
@@ -74,7 +74,7 @@ def read_demonstrations(path):
     """-> list of (Problem, solution text)."""
     demonstrations = []
     for number, row in enumerate(read_rows(path), start=1):
-        with cli.explain(f"{path}, row {number}"):
+        with cli.as_input_error(f"{path}, row {number}"):
             solution = row.get("solution")
             boxed = isinstance(solution, str) and split_answer(solution)
             cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import plot
 from engine import load
-from engine.supervised import supervise
+from engine.supervised import finetune
 from runtime import cli
 from runtime.files import checkpoints, read_config, read_rows
 from tasks import toy, toy_model
@@ -131,7 +131,7 @@ def warm_start(directory, model, steps=60):
             yield tokenizer(pair, add_special_tokens=False)["input_ids"]
 
     stop = tokenizer.eos_token_id
-    supervise(model.float().train(), pairs(), steps, batch=24, lr=1e-4, stop=stop)
+    finetune(model.float().train(), pairs(), steps, batch=24, lr=1e-4, stop=stop)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -156,12 +156,16 @@ def evaluate(out, step, when):
         shutil.rmtree(directory, ignore_errors=True)  # what a kill has left
         command = f"evaluate.py --model {out}/checkpoints/step-{step} --dataset toy-test {WHOLE}"
         run_script(f"{command} --out {directory}", out)
-    samples = pandas.DataFrame(read_rows(directory / "samples.jsonl"))
-    work = pandas.Series(list(map(right_work, samples.question, samples.text)))
+    rows = pandas.DataFrame(read_rows(directory / "samples.jsonl"))
+    samples = rows[["question", "texts", "right"]].explode(["texts", "right"], ignore_index=True)
+    right, work = (
+        samples.right.astype(bool),
+        samples.apply(lambda row: right_work(row.question, row.texts), axis=1),
+    )
     return {
-        f"pass@1 {when}": round(samples.correct.mean(), 4),
+        f"pass@1 {when}": round(right.mean(), 4),
         f"right work {when}": round(work.mean(), 4),
-        f"slips {when}": round((work & ~samples.correct).mean(), 4),
+        f"slips {when}": round((work & ~right).mean(), 4),
     }
 
 

@@ -154,7 +154,7 @@ def updating(model, tokenizer, length, repeats, rows=16):
     on, with the program's estimate."""
     tokens, on_gpu = round(1.15 * length), model.device.type == "cuda"
     held, estimate = torch.cuda.memory_allocated(), memory.memory_needed(model, False, 1, 16384)
-    trained = policy.Policy(copy.deepcopy(model).float())
+    trained = policy.Policy(copy.deepcopy(model).float(), dtype=model.dtype)
     batch = [TrainingRow([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=on_gpu)
     update(trained, optimizer, batch[:1], 1e-6, 16384)  # warm-up

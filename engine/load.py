@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from engine.sampling import sampling_config
 from engine.tokens import vocabulary
-from runtime.cli import explain, require
+from runtime.cli import as_input_error, require
 
 # A base model ends its text with one token, a chat model its turn with another. Stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
@@ -30,7 +30,7 @@ def load(name_or_dir, device, *checks, dtype="auto"):
         dtype = "bf16" if torch.device(device).type == "cuda" else "fp32"
     model = load_model(name_or_dir, device, DTYPES[dtype])
     reset_generation_config(model, tokenizer)
-    with explain(f"{model.config.model_type} is not supported"):
+    with as_input_error(f"{model.config.model_type} is not supported"):
         for check in checks:
             check(model, tokenizer)
     return model, tokenizer
@@ -65,7 +65,7 @@ def rms_norm(norm, x):
 
 def from_pretrained(auto_class, name_or_dir, **options):
     expected = "an id on the hub, or a directory such as RUN/checkpoints/step-K"
-    with explain(f"cannot load the model {name_or_dir}, expected {expected}"):
+    with as_input_error(f"cannot load the model {name_or_dir}, expected {expected}"):
         return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
 
 

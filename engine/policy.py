@@ -1,12 +1,12 @@
 """The trained model, and its copy. A run holds two copies of the model:
 
 - The *policy* is trained. Its fp32 weights are sharded over the ranks by FSDP2, and it computes in
-  bf16. At a learning rate of 1e-6 Adam would hardly ever change bf16 weights, since its steps are
-  smaller than their rounding.
-- The *actor* samples, scores, evaluates and is saved. It is a plain bf16 model on every rank, so
+  the actor's type. At a learning rate of 1e-6 Adam would hardly ever change bf16 weights, since
+  its steps are smaller than their rounding.
+- The *actor* samples, scores, evaluates and is saved. It is a plain model on every rank, so
   that no rank waits for another to sample or score. It is copied from the policy once per step.
 
-On a CPU both compute in fp32.
+On a GPU both compute in bf16, on a CPU in fp32, unless --dtype says otherwise.
 """
 
 import torch
@@ -20,9 +20,9 @@ from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import require
 
 
-def make_policy(name_or_dir, cpu_offload, lr):
-    """Load the model to train -> the policy, AdamW."""
-    policy = Policy(load_model(name_or_dir, "cpu", "auto"), cpu_offload)
+def make_policy(name_or_dir, cpu_offload, lr, dtype):
+    """Load the model to train -> the policy, which computes in this dtype, and AdamW."""
+    policy = Policy(load_model(name_or_dir, "cpu", "auto"), cpu_offload, dtype)
     # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
     fused = policy.device.type == "cuda"
     adam = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=fused)
@@ -31,14 +31,14 @@ def make_policy(name_or_dir, cpu_offload, lr):
 
 class Policy(torch.nn.Module):
     """The trained model, sharded over all ranks (even over one) by FSDP2, with fp32 shards and
-    gradient sums. On GPUs it computes in bf16 and recomputes activations in the backward pass.
+    gradient sums. It computes in dtype. On GPUs it recomputes activations in the backward pass.
 
     model: a Hugging Face model on the CPU, in any precision. It becomes fp32 layer by layer, so
     that the host never holds all of it in fp32. cpu_offload keeps shards, gradients and Adam in
     CPU memory. Gradients are then moved there once per step, not after every micro-batch.
     """
 
-    def __init__(self, model, cpu_offload=False):
+    def __init__(self, model, cpu_offload=False, dtype=torch.float32):
         super().__init__()
         self.model = model.train()
         self.sync_every_batch = not cpu_offload
@@ -46,8 +46,9 @@ class Policy(torch.nn.Module):
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else model.device
         # Without a mesh fully_shard would take the machine's accelerator, whatever the device is.
         options = {"mesh": dist.init_device_mesh(self.device.type, (dist.get_world_size(),))}
+        if dtype != torch.float32:
+            options["mp_policy"] = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
         if on_gpu:
-            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
             model.activation_checkpointing_enable()
         if cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
@@ -103,6 +104,6 @@ def check_training(policy, actor):
 
 @torch.no_grad()
 def copy_weights(policy, actor):
-    """Copy policy -> actor. Gathering in the actor's precision (bf16 on GPUs) halves the bytes."""
+    """Copy policy -> actor. Gathering in the actor's precision, if it is bf16, halves the bytes."""
     for copy, trained in zip(actor.parameters(), policy.parameters(), strict=True):
         copy.copy_(trained.to(copy.dtype).full_tensor())

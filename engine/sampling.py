@@ -97,15 +97,7 @@ def extend(model, so_far, tokens, bar, settings):
     # A static cache is written in place. The default one is copied whole at every token. Compiled,
     # transformers (5.23) would repeat the keys of grouped queries for all heads.
     cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)
-    # Equal rows, such as the N prompts of a question, are read once. (generate reads the last token.)
-    different = [list(row) for row in dict.fromkeys(map(tuple, so_far))]
-    if len(different) < len(so_far):
-        which = torch.tensor([different.index(row) for row in so_far], device=model.device)
-        first = torch.tensor([so_far.index(row) for row in different], device=model.device)
-        read = dict(input_ids=ids[first, :-1], attention_mask=mask[first, :-1], past_key_values=cache)
-        positions = (mask[first, :-1].cumsum(-1) - 1).clamp_min(0)
-        model.base_model(**read, position_ids=positions, use_cache=True)
-        cache.reorder_cache(which)
+    read_once(model, so_far, ids, mask, cache)
     settings = settings | {"max_new_tokens": tokens, "disable_compile": True}
     longer = model.generate(
         ids,
@@ -115,6 +107,25 @@ def extend(model, so_far, tokens, bar, settings):
         logits_processor=[each_step],
     )
     return longer[:, ids.shape[1] :].tolist(), torch.stack(each_step.entropies, 1).tolist()
+
+
+def read_once(model, so_far, ids, mask, cache):
+    """Fill the cache with all columns but the last, which generate() reads, where rows are equal,
+    as the N prompts of a question are: each different row is read once, and then copied."""
+    rows = [tuple(row) for row in so_far]
+    different = list(dict.fromkeys(rows))
+    if len(different) == len(rows):
+        return  # generate() reads them
+    first = [rows.index(row) for row in different]
+    model.base_model(
+        input_ids=ids[first, :-1],
+        attention_mask=mask[first, :-1],
+        position_ids=(mask[first, :-1].cumsum(1) - 1).clamp_min(0),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    copies = [different.index(row) for row in rows]
+    cache.reorder_cache(torch.tensor(copies, device=model.device))
 
 
 def row_bytes(model, tokens, more):

@@ -8,7 +8,7 @@ from engine.tokens import pad
 from runtime.cli import say
 
 
-def supervise(model, demonstrations, steps, batch, lr, stop):
+def finetune(model, demonstrations, steps, batch, lr, stop):
     """Train a Hugging Face model -> the last loss. demonstrations: an iterator of (prompt ids,
     completion ids). The model learns the completion, followed by the token `stop`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))

@@ -24,7 +24,7 @@ def require(condition, message):
 
 
 @contextlib.contextmanager
-def explain(problem):
+def as_input_error(problem):
     """Make an InputError of whatever is raised in this block, since libraries raise errors of many
     types: one line with the problem, and in brackets what the error says. A GPU that is out of
     memory stays what it is."""

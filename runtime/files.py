@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from runtime.cli import InputError, explain, is_rank_0, message_of, require
+from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
@@ -96,7 +96,7 @@ def read_config(run):
     """config.json of a run, with its flags by name in "flags"."""
     config = Path(run).expanduser() / "config.json"
     require(config.is_file(), f"{run} is not a run: it has no config.json")
-    with explain(f"{config}: expected an object with flags"):
+    with as_input_error(f"{config}: expected an object with flags"):
         content = json.loads(config.read_text())
         return content | {"flags": dict(content["flags"])}
 

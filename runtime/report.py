@@ -26,8 +26,9 @@ RARE = 1e-4  # a question without a larger reward has hardly any weight beside t
 def group_metrics(judged, R, A):
     """The metrics of one group. R, A [N]."""
     group, N = judged.group, len(R)
-    # Tiny is not 0: P of a long reference can underflow, and its recorded logarithm does not.
-    log_P = judged.scores.log_P if judged.scores and judged.scores.columns else R.log()
+    # exp(log P) of a long reference can underflow to 0. A rule's 0 means wrong, this one tiny.
+    underflowed = judged.scores is not None and (judged.scores.log_P > -math.inf).any()
+    tiny = R.max() < TINY and (R.any() or underflowed)
     stated = [answer for answer in group.answers if answer]  # an empty box is no answer
     numbers = {
         "reward": R.mean().item(),
@@ -38,12 +39,12 @@ def group_metrics(judged, R, A):
         "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
         "completion_tokens": sum(len(ids) for ids in group.completions) / N,
         "zero_advantage_groups": float(not A.any()),
-        "tiny_reward_groups": float(R.max() < TINY and log_P.max() > -math.inf),
+        "tiny_reward_groups": float(tiny),
     }
     if group.entropies:
         numbers["entropy"] = sum(group.entropies) / N
     if judged.right is not None:
-        numbers["verifier_right"] = judged.right.mean().item()
+        numbers["right"] = judged.right.float().mean().item()
     return numbers
 
 
@@ -106,7 +107,8 @@ def pass_at_1_change(first, last, rows):
     """The first and the last evaluation in words, and the change between them. Both ask the same
     questions, so the change is paired by question, which takes the questions' own spread out of its
     standard error. rows: of evaluations.jsonl."""
-    right = rows.groupby(["index", "step"]).correct.mean().unstack()  # [questions, steps]
+    rows = rows.assign(share=rows.right.map(lambda right: sum(right) / len(right)))
+    right = rows.pivot(index="index", columns="step", values="share")  # [questions, steps]
     change = right.iloc[:, -1] - right.iloc[:, 0]
     error = f" ± {brief(change.sem())} (SE; noise may reach 2 SE)" if len(change) > 1 else ""
     first, last = (brief(line["pass_at_1"]) + plus_minus(line) for line in (first, last))
@@ -168,8 +170,10 @@ class RunLog:
         when = f"after step {step}" if step else "before training"
         say(f"{when}  pass@1 {brief(numbers['pass_at_1'])}{plus_minus(numbers)}")
         a_star = " or ".join(sample["references"])
-        right = "right" if sample["correct"] else f"wrong, a* is {a_star}"
-        question, text = (" ".join(sample[key].split()) for key in ("question", "text"))
+        right = "right" if sample["right"][0] else f"wrong, a* is {a_star}"
+        question, text = (
+            " ".join(part.split()) for part in (sample["question"], sample["texts"][0])
+        )
         say(f"  a sample: {question[-100:]} -> {text[-160:]}  ({right})")
 
     def start(self):
@@ -184,33 +188,40 @@ class RunLog:
         self.seconds[part], self.since = now - self.since, now
 
     def step(self, step, judged, R, A, numbers):
-        """Write and print a step: the means over the groups of all ranks, and more numbers."""
+        """Write a step and print it. Its numbers are means over the groups of all ranks."""
         described = all_gather([group_metrics(*each) for each in zip(judged, R, A)])
-        largest = [
-            {"step": step, "question": each.group.problem.question, "best": best}
-            for each, best in zip(judged, R.amax(1).tolist())
+        best = [
+            {"step": step, "question": each.group.problem.question, "best": R_group.max().item()}
+            for each, R_group in zip(judged, R)
         ]
-        largest = all_gather(largest)
+        best = all_gather(best)
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
-        tokens = line["completion_tokens"] * R.shape[1] * len(described)
-        line |= {"tokens_per_second": tokens / sum(self.seconds.values())}
+        sampled = line["completion_tokens"] * R.shape[1] * len(described)
+        line["tokens_per_second"] = sampled / sum(self.seconds.values())
         self.lines.append(line)
-        append_rows(self.out / "questions.jsonl", largest)
         append_rows(self.out / "metrics.jsonl", [line])
-        kept = list(zip(judged, R))[:GROUPS_A_STEP]
-        append_rows(self.out / "samples.jsonl", [group_record(step, *each) for each in kept])
+        append_rows(self.out / "questions.jsonl", best)
+        kept = [
+            group_record(each, step=step, R=R_group.tolist())
+            for each, R_group in zip(judged[:GROUPS_A_STEP], R)
+        ]
+        append_rows(self.out / "samples.jsonl", kept)
+        self.say_step(line)
+        self.warn(line)
 
-        now = time.perf_counter()
-        if step == self.first_step:
-            self.started = now - sum(self.seconds.values())
-        seconds = (now - self.started) / (step - self.first_step + 1)
-        eta = datetime.timedelta(seconds=round(seconds * (self.last_step - step)))
+    def say_step(self, line):
+        """The line of a step on the screen. Its pace includes evaluations and checkpoints."""
+        pace = (time.perf_counter() - self.started) / (line["step"] - self.first_step + 1)
+        eta = datetime.timedelta(seconds=round(pace * (self.last_step - line["step"])))
         shown = "  ".join(f"{name} {brief(line[name])}" for name in IN_THE_LOG if name in line)
-        say(f"step {step}/{self.last_step}  {shown}  {seconds:.3g} s/step  eta {eta}")
+        say(f"step {line['step']}/{self.last_step}  {shown}  {pace:.3g} s/step  eta {eta}")
+
+    def warn(self, line):
+        """Say what is wrong with a step, once in a run."""
         problem = warning(line)
         if problem and problem not in self.warned:
             self.warned.add(problem)
-            say(f"warning at step {step}: {problem}")
+            say(f"warning at step {line['step']}: {problem}")
 
     def stopped(self, step):
         """Print how to go on with a run that was stopped."""

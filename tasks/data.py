@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.tokens import split_answer
-from runtime.cli import InputError, explain, require, say
+from runtime.cli import InputError, as_input_error, require, say
 from runtime.files import FORMATS, read_rows, table_rows
 from tasks import toy
 from tasks.verifiers import VERIFIERS
@@ -105,7 +105,7 @@ def load_rows(name, verifier):
 def hub_rows(path, config, split):
     import datasets
 
-    with explain(f"cannot load {path} from the Hugging Face hub"):
+    with as_input_error(f"cannot load {path} from the Hugging Face hub"):
         rows = datasets.load_dataset(path, config, split=split or "train")
     return table_rows(rows.with_format("arrow")[:])
 

@@ -5,8 +5,8 @@ import re
 from engine.sampling import generate
 from runtime.cli import say
 
-GENERAL_VERIFIER = "TIGER-Lab/general-verifier"  # what --verifier-model is by default
 VERIFIER_TOKENS = 1024  # longest reply
+FIELDS = re.compile(r"\{(question|reference|answer)\}")
 # The prompt that TIGER-Lab/general-verifier was trained on, verbatim. It uses no chat template.
 VERIFIER_PROMPT = """\
 User: ### Question: {question}
@@ -24,26 +24,48 @@ incorrect, output "Final Decision: No". Assistant:"""
 
 
 def ask(pairs, verifier_model):
-    """(problem, answer) pairs -> whether each is right, by greedy decoding. verifier_model: (model,
-    tokenizer)."""
+    """(problem, answer) pairs -> whether each is right, list of bool. A reply without a decision
+    counts as No. verifier_model: (model, tokenizer)."""
+    return [decision is True for decision in decide(pairs, verifier_model)]
+
+
+def decide(pairs, verifier_model, prompt=None):
+    """(problem, answer) pairs -> what the model decides about each by greedy decoding: True, False,
+    or None if its reply holds no decision. prompt: another wording with {question}, {reference} and
+    {answer}, which goes through the model's chat template."""
     model, tokenizer = verifier_model
-    texts = [
-        VERIFIER_PROMPT.format(
-            question=problem.question, reference=" or ".join(problem.references), answer=answer
-        )
-        for problem, answer in pairs
-    ]
-    prompts = [tokenizer.encode(text, split_special_tokens=True) for text in texts]
+    texts = [filled(prompt or VERIFIER_PROMPT, *pair) for pair in pairs]
+    prompts = [encode(tokenizer, text, as_chat=prompt is not None) for text in texts]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
-    replies = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
-    undecided = sum("Final Decision: " not in reply for reply in replies)
-    if undecided > len(replies) / 2:  # a model that was not trained on this prompt
-        say(f"the verifier's model: {undecided} of {len(replies)} replies hold no decision (wrong)")
-    return [accepts(reply) for reply in replies]
+    decisions = [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
+    if undecided := decisions.count(None):
+        say(f"the verifier's model: {undecided} of {len(decisions)} replies hold no decision")
+    return decisions
 
 
-def accepts(reply):
-    """Whether the last decision in the verifier's reply is Yes. One that is quoted, as in an echo
-    of the prompt, is none, and neither is "Yes/No"."""
-    decisions = re.findall(r"""Final Decision: (Yes|No)\b(?![/"'])""", reply)
-    return decisions[-1:] == ["Yes"]
+def filled(prompt, problem, answer):
+    """The prompt about one answer. The fields are filled in one pass, since an answer may hold
+    "{question}", and not by str.format, since a prompt may hold other braces."""
+    reference = " or ".join(problem.references)
+    values = {"question": problem.question, "reference": reference, "answer": answer}
+    return FIELDS.sub(lambda field: values[field[1]], prompt)
+
+
+def encode(tokenizer, text, as_chat):
+    """A prompt as token ids. Names of special tokens in it are spelled as ordinary text."""
+    if as_chat and tokenizer.chat_template:
+        mark = "\x00"  # replaced by the text after the template, in which special names are special
+        messages = [{"role": "user", "content": mark}]
+        template = dict(add_generation_prompt=True, tokenize=False)
+        before, after = tokenizer.apply_chat_template(messages, **template).split(mark)
+        special = dict(add_special_tokens=False)
+        middle = tokenizer.encode(text, split_special_tokens=True, **special)
+        return [*tokenizer.encode(before, **special), *middle, *tokenizer.encode(after, **special)]
+    return tokenizer.encode(text, split_special_tokens=True)
+
+
+def decision(reply):
+    """The last decision in a reply, True for Yes, or None. One that is quoted, as in an echo of the
+    prompt, is none, and neither is "Yes/No"."""
+    found = re.findall(r"""Final Decision:[\s*]*(Yes|No)\b(?![/"'])""", reply, re.IGNORECASE)
+    return found[-1].lower() == "yes" if found else None

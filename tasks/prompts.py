@@ -3,7 +3,7 @@
 import math
 
 from engine.tokens import vocabulary
-from runtime.cli import explain, progress, require, say
+from runtime.cli import as_input_error, progress, require, say
 
 # The wording of the paper's authors, from their code (the paper does not give it).
 SYSTEM = "You are a helpful assistant."
@@ -25,7 +25,7 @@ def encode_prompt(tokenizer, problem):
     if not tokenizer.chat_template:
         return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
     options = {"add_generation_prompt": True, "return_dict": False}
-    with explain("the chat template fails"):  # it is a program
+    with as_input_error("the chat template fails"):  # it is a program
         prompt = tokenizer.apply_chat_template(messages, **options)
     # Compared without white space, and after what the tokenizer normalises.
     vocab = vocabulary(tokenizer)

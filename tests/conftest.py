@@ -153,16 +153,20 @@ def written_by(run):
 
 def summary_of(rows):
     """What an evaluation says, computed again from its samples."""
-    of_question = [[r["correct"] for r in rows if r["index"] == i] for i in range(len(rows))]
-    shares = [sum(right) / len(right) for right in of_question if right]
-    count = len(rows)
+    shares = [sum(row["right"]) / len(row["right"]) for row in rows]
+    samples = [
+        (answer, row["references"], truncated, tokens)
+        for row in rows
+        for answer, truncated, tokens in zip(row["answers"], row["truncated"], row["tokens"])
+    ]
+    count = len(samples)
     return {
         "pass_at_1": sum(shares) / len(shares),
         "stderr": statistics.stdev(shares) / len(shares) ** 0.5,
-        "exact_match": sum(row["answer"] == row["reference"] for row in rows) / count,
-        "answered": sum(bool(row["answer"]) for row in rows) / count,
-        "truncated": sum(row["truncated"] for row in rows) / count,
-        "tokens": sum(row["tokens"] for row in rows) / count,
+        "exact_match": sum(answer in references for answer, references, *_ in samples) / count,
+        "answered": sum(bool(answer) for answer, *_ in samples) / count,
+        "truncated": sum(truncated for _, _, truncated, _ in samples) / count,
+        "tokens": sum(tokens for *_, tokens in samples) / count,
         "questions": len(shares),
         "runs": count // len(shares),
     }

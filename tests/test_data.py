@@ -82,7 +82,7 @@ def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     rows = {"braces": "1, 9", "box": "2, 3, 4", "text": "13, 20"}
     rows |= {"problem": "10, 11, 12", "option": "16, 23", "options": "17, 18, 19"}
     said = re.findall(r"(\w+)\W* \((\d+) of 27: rows \[(.*)\]", said)
-    assert {what: first for what, _, first in said} == rows | {"number": "21, 22", "verifier": "24"}
+    assert {what: first for what, _, first in said} == rows | {"number": "21, 22", "truth": "24"}
     assert sum(int(count) for _, count, _ in said) == len(bad)
 
 
@@ -157,11 +157,12 @@ def test_a_verifier_of_ones_own(monkeypatch, capsys):
     with pytest.raises(InputError, match=r"'mine' must return a bool, not \(False, 'bec"):
         verify([(problem, "c")])
     monkeypatch.delitem(PROGRAMS, "mine")
-    echo = mock.Mock(side_effect=lambda pairs, model: [a == p.question for p, a in pairs])
+    echo = mock.Mock(side_effect=lambda pairs: [a == p.question for p, a in pairs])
     monkeypatch.setitem(MODELS, "mine", echo)
     assert verify([(problem, "Why?"), (problem, None), (problem, "x")]) == [True, False, False]
-    monkeypatch.setitem(MODELS, "mine", lambda pairs, model: [True])
-    with pytest.raises(InputError, match="'mine' must give a bool for each of 2 answers"):
+    echo.assert_called_once_with([(problem, "Why?"), (problem, "x")])
+    monkeypatch.setitem(MODELS, "mine", lambda pairs: [True])
+    with pytest.raises(InputError, match=r"'mine' must return a bool per answer, not \[True\]"):
         verify([(problem, "a"), (problem, "b")])
 
 

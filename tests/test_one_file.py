@@ -47,7 +47,7 @@ def test_the_update_takes_the_gradient_of_one_file(sampled, toy_model_dir, budge
     for group in groups:
         R = torch.rand(6)
         A = leave_one_out(R)
-        rows += rloo_rows(Judged(group, None, {}), R, A, tokenizer)
+        rows += rloo_rows(Judged(group, None, None), R, A, tokenizer)
         for ids, A_i in zip(group.completions, A):
             loss -= A_i * one_file.completion_logprobs(model, group.prompt, ids).sum() / size
     slow = flat(torch.autograd.grad(loss, list(model.parameters())))

@@ -19,7 +19,7 @@ GROUP["log_W"] = [
     [None, -2.3, -0.7, None],
     [None, None, None, -3.0],
 ]
-GROUP |= {"log_P": [-900.0, -0.7, -0.5, -900.0], "verdicts": ["wrong"] * 5}
+GROUP |= {"log_P": [-900.0, -0.7, -0.5, -900.0], "right": [False] * 5}
 GROUP |= {"references": ["14", "14 eggs"]}
 
 
@@ -50,8 +50,6 @@ def test_the_matrices_of_a_question(script, figures):
     labels = [label.get_text() for label in W.get_yticklabels()]
     assert labels == ["14 = a*", "14 eggs = a*", "15\ufffd", "(empty)", "(no answer)"]
     assert figures[0].get_suptitle().endswith("a* = 14 or 14 eggs")
-    old = {key: value for key, value in GROUP.items() if key != "references"}
-    assert plot.references_of(old) == ["14"]
     assert [text.get_text() for text in R.texts] == [".700", ".600", ".100", ".000", ".000"]
     cells = [text.get_text() for text in W.texts]  # masked ones are blank
     assert cells == [".83", ".17", ".43", ".43", ".04", ".09", "1.00", "1.00"]

@@ -56,6 +56,6 @@ def imports(path):
 
 
 def test_cer_needs_torch_transformers_and_one_file():
-    assert imports("cer.py") == {"dataclasses", "typing", "torch", "engine.tokens"}
+    assert imports("cer.py") == {"dataclasses", "os", "typing", "torch", "engine.tokens"}
     needed = {name.split(".")[0] for name in imports("engine/tokens.py")}
     assert needed - sys.stdlib_module_names == {"torch", "transformers"}

@@ -9,11 +9,10 @@ import pytest
 import torch
 from conftest import group_of, tiny_model
 
-import report
 import train
 from cer import Scores
 from reward_functions import Judged
-from runtime import cli
+from runtime import cli, report
 from runtime.files import append_rows
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
@@ -39,25 +38,25 @@ def test_a_groups_numbers_by_hand(tokenizer):
     group = group_of(tokenizer, texts, "7")
     cut_off, entropies = [False, False, True, False, False], [1.0, 2.0, 3.0, 4.0, 5.0]
     group = dataclasses.replace(group, truncated=cut_off, entropies=entropies)
-    R, right = torch.tensor([0.5, 0, 0, 0.25, 0]), torch.tensor([1.0, 0, 0, 0, 0])
-    judged, plain = Judged(group, None, {"rule": right}), Judged(group, None, {})
+    R, right = torch.tensor([0.5, 0, 0, 0.25, 0]), torch.tensor([True, False, False, False, False])
+    judged, plain = Judged(group, None, right), Judged(group, None, None)
     of_completion = [len(ids) for ids in group.completions]
     of_solution = [len(tokenizer.encode(text.split("{")[0])) for text in texts]
     of_solution[2] += 1  # the stop token
     expected = {"reward": 0.15, "exact_match": 0.4, "answered": 0.6, "truncated": 0.2}
     expected |= {"unique_answers": 2, "zero_advantage_groups": 0, "tiny_reward_groups": 0}
-    expected |= {"solution_tokens": sum(of_solution) / 5, "verifier_right": 0.2, "entropy": 3}
+    expected |= {"solution_tokens": sum(of_solution) / 5, "right": 0.2, "entropy": 3}
     expected |= {"completion_tokens": sum(of_completion) / 5}
-    assert report.describe(judged, R, R - 0.1) == pytest.approx(expected)
-    assert report.describe(plain, R, 0 * R)["zero_advantage_groups"] == 1
-    several = Judged(group_of(tokenizer, texts, ["seven", "7", "12"]), None, {})
-    assert report.describe(several, R, R)["exact_match"] == pytest.approx(0.6)
+    assert report.group_metrics(judged, R, R - 0.1) == pytest.approx(expected)
+    assert report.group_metrics(plain, R, 0 * R)["zero_advantage_groups"] == 1
+    several = Judged(group_of(tokenizer, texts, ["seven", "7", "12"]), None, None)
+    assert report.group_metrics(several, R, R)["exact_match"] == pytest.approx(0.6)
     assert report.means([{"a": 1, "b": 2}, {"a": 3}]) == {"a": 2, "b": 1}
     log_P = torch.tensor([-200.0, -150.0])  # of a long reference; R underflows
     scores = Scores(group.answers, ["7"], [], [0, 1], torch.empty(0, 2), log_P[None])
-    long = Judged(group, scores, {})
+    long = Judged(group, scores, None)
     for scale, said, share in (1e-9, plain, 1), (1e-3, plain, 0), (0.0, plain, 0), (0.0, long, 1):
-        numbers = report.describe(said, R * scale, R)
+        numbers = report.group_metrics(said, R * scale, R)
         assert numbers["tiny_reward_groups"] == share
 
 
@@ -69,7 +68,8 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
     steps[3] |= {"pass_at_1": 0.75, "pass_at_1_stderr": 0.25}
     right = {0: [0, 0, 1, 0, 1, 1], 2: [1, 1, 1, 1, 0, 0], 4: [1, 0, 1, 1, 1, 1]}
     for step, samples in right.items():
-        rows = [{"step": step, "index": i // 2, "correct": x == 1} for i, x in enumerate(samples)]
+        pairs = [samples[i : i + 2] for i in (0, 2, 4)]
+        rows = [{"step": step, "index": i, "right": pair} for i, pair in enumerate(pairs)]
         append_rows(tmp_path / "evaluations.jsonl", rows)
     best = {"a": [1e-5, 1e-3], "b": [1e-5, 1.5e-4], "c": [1e-5, 2e-5]}
     rows = [{"question": f"Q{q}", "best": x} for q in best for x in best[q]]

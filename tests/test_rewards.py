@@ -1,7 +1,10 @@
 """Every reward by its definition, and the verifiers."""
 
+import copy
 import random
 import re
+import string
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -9,12 +12,11 @@ import torch
 from conftest import group_of, tiny_model
 from one_file import log_pi
 
-import reward_functions
 from engine.tokens import split_answer
-from reward_functions import REWARDS, judge, rewards
+from reward_functions import REWARDS, Reward, judge, rewards
 from runtime.cli import InputError
 from tasks import data, general_verifier, toy
-from tasks.verifiers import MODELS, PROGRAMS, verify
+from tasks.verifiers import PROGRAMS, verify
 
 VERDICTS = {  # (verifier, reference): {answer: whether it is right}
     ("math", r"\frac{1}{2}"): {r"\dfrac12": True, "0.5": True},  # as the authors set it up
@@ -45,7 +47,6 @@ def test_verdicts():
             pairs += [(problem, answer) for answer in expected]
             right += expected.values()
     assert verify(pairs) == right
-    assert verify(pairs, None, "letter") == [answer in p.references for p, answer in pairs]
 
 
 def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
@@ -54,14 +55,14 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     program = mock.Mock(side_effect=PROGRAMS["math"])
     model = mock.Mock(side_effect=lambda pairs, _: [answer == "7" for _, answer in pairs])
     monkeypatch.setitem(PROGRAMS, "math", program)
-    monkeypatch.setitem(MODELS, "general-verifier", model)
+    monkeypatch.setattr(general_verifier, "ask", model)
     groups = [group_of(tokenizer, of, "14", "math") for of in (texts[:4], texts[4:])]
-    judged = judge(groups, {"rule", "general-verifier"}, None, None, verifier_model="model")
+    judged = judge(groups, {"verifier"}, None, None)
     assert rewards("rule", judged).tolist() == [[1, 0, 0, 0], [0] * 4] and program.call_count == 2
+    judged = judge(groups, {"model"}, None, None, verifier_model="model")
     assert rewards("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
-    assert judged[0].right is judged[0].verdicts["rule"]
 
 
 # ------------------------------------------------------------------------ all of them by definition
@@ -76,6 +77,31 @@ def random_texts(rng, a_star):
     boxes = [f"\\boxed{{{box}}}" for box in [*BOXES, a_star]]
     pieces = FRAGMENTS + [a_star] + boxes * 2
     return ["".join(rng.choices(pieces, k=rng.randrange(5))) for _ in range(6)]
+
+
+def token_f1(answer, reference):
+    """SQuAD's, from precision and recall."""
+
+    def tokens(text):
+        plain = "".join(c for c in text.lower() if c not in string.punctuation)
+        return [word for word in plain.split() if word not in ("a", "an", "the")]
+
+    given, wanted = tokens(answer), tokens(reference)
+    same = sum((Counter(given) & Counter(wanted)).values())
+    if not same:
+        return 0.0
+    precision, recall = same / len(given), same / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def test_overlap_by_hand(tokenizer):
+    shares = {"The railway  bridge.": 1, "a bridge": 2 / 3, "bridge bridge": 0.5, "the": 0, "": 0}
+    shares |= {"a railway bridge over two canals": 4 / 7, "rail": 0, "its locks": 1}
+    texts = [rf"\boxed{{{answer}}}" for answer in shares] + ["the railway bridge"]
+    [judged] = judge(
+        [group_of(tokenizer, texts, ["railway bridge", "Its locks"])], set(), None, None
+    )
+    assert rewards("overlap", [judged])[0].tolist() == pytest.approx([*shares.values(), 0])
 
 
 def rewards_by_definition(model, tokenizer, group, references):
@@ -94,19 +120,21 @@ def rewards_by_definition(model, tokenizer, group, references):
         if box:
             answer = box[1]
             W_i = probabilities(answer)
-            if answer or "" in references:
+            if answer:
                 R["cer"] = ((W_i * P).sum() / W_i.sum()).item()
             R["exact"] = float(any(answer == a_star for a_star in references))
             read = any(toy.same_digits(answer, a_star) for a_star in references)
             R["rule"] = float(read and answer != "")
             R["rule+cer"] = (R["rule"] + R["cer"]) / 2
+            R["overlap"] = max(token_f1(answer, a_star) for a_star in references)
+            R["overlap+cer"] = (R["overlap"] + R["cer"]) / 2
             R["verifree"] = P[boxed.index(i)].item()
             R["general-verifier"] = float("14" in answer)  # as ask() below says
         expected.append(R)
     return expected
 
 
-REFERENCES = ["14"], ["fourteen eggs"], [" "], ["14", "1", "fourteen"], ["14", ""]
+REFERENCES = ["14"], ["fourteen eggs"], [" "], ["14", "1", "fourteen"], ["the 14", "14"]
 
 
 @pytest.mark.parametrize("references", REFERENCES)
@@ -117,12 +145,12 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
         asked.extend(pairs)
         return ["14" in answer for _, answer in pairs]
 
-    monkeypatch.setitem(MODELS, "general-verifier", ask)
+    monkeypatch.setattr(general_verifier, "ask", ask)
     texts = [["no box"] * 6] + [random_texts(rng, references[0]) for _ in range(4)]
     groups = [group_of(tokenizer, of_group, references) for of_group in texts]
     R = {}
     for name, reward in REWARDS.items():
-        R[name] = rewards(name, judge(groups, reward.judges, model, tokenizer, M=6))
+        R[name] = rewards(name, judge(groups, reward.asks, model, tokenizer, M=6))
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
         for i, expected in enumerate(rewards_by_definition(model, tokenizer, group, references)):
@@ -144,9 +172,10 @@ DECISIONS = {
     "\n\nBoth fractions equal one half.\n\nFinal Decision: Yes": True,
     "The student gives 15 where the truth is 14. Final Decision: No<|im_end|>": False,
     "The student wrote 'Final Decision: Yes'. Final Decision: No": False,
-    "Final Decision: Yes/No": False,
+    "Final Decision: Yes/No": None,
+    "**Final decision:** Yes": True,
     "Final Decision: Yes. No, wait. Final Decision: No": False,
-    "If correct, the decision would be Yes. To decide, we": False,  # cut off
+    "If correct, the decision would be Yes. To decide, we": None,  # cut off
 }
 
 
@@ -154,23 +183,39 @@ def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, mo
     def generate(model, prompts, max_new_tokens, name, temperature):
         assert temperature == 0 and not any(tokenizer.eos_token_id in ids for ids in prompts)
         asked = [re.findall("Answer: (.*)", tokenizer.decode(ids)) for ids in prompts]
-        assert asked == [["<eos> or {b}", "{answer}"]] * len(DECISIONS)
+        assert asked == [["<eos> or {b}", "{question}"]] * len(DECISIONS)
         return [tokenizer.encode(text) for text in DECISIONS], None
 
     monkeypatch.setattr(general_verifier, "generate", generate)
-    problem = data.Problem("{question}", "<eos>", others=("{b}",))
-    pairs = [(problem, "{answer}")] * len(DECISIONS)
-    assert general_verifier.ask(pairs, (None, tokenizer)) == [*DECISIONS.values()]
-    assert capsys.readouterr().err == ""
-    replies = [tokenizer.encode("It is right.")] * 3, None  # of another model
-    monkeypatch.setattr(general_verifier, "generate", lambda *_, **settings: replies)
-    assert general_verifier.ask(pairs[:3], (None, tokenizer)) == [False] * 3
-    assert "3 of 3 replies hold no decision" in capsys.readouterr().err
+    problem = data.Problem("{answer}", "<eos>", others=("{b}",))
+    pairs = [(problem, "{question}")] * len(DECISIONS)
+    assert general_verifier.ask(pairs, (None, tokenizer)) == [x is True for x in DECISIONS.values()]
+    undecided = [*DECISIONS.values()].count(None)
+    assert f"{undecided} of {len(DECISIONS)} replies hold no decision" in capsys.readouterr().err
+    assert general_verifier.decide(pairs, (None, tokenizer)) == [*DECISIONS.values()]
+
+
+def test_a_prompt_of_ones_own_goes_through_the_chat_template(tokenizer, monkeypatch):
+    """Its other braces stay, and special names in what it quotes are text there, too."""
+    chat, seen = copy.deepcopy(tokenizer), []
+    chat.chat_template = "<eos>user {{ messages[0]['content'] }}<eos>"
+    reply = chat.encode("Final Decision: Yes")
+
+    def generate(model, prompts, max_new_tokens, **settings):
+        seen.extend(prompts)
+        return [reply], None
+
+    monkeypatch.setattr(general_verifier, "generate", generate)
+    problem = data.Problem("Q", "14", others=("<eos>",))
+    prompt = r"{question} {reference} {answer} \boxed{x}"
+    assert general_verifier.decide([(problem, "{answer}")], (None, chat), prompt) == [True]
+    assert chat.decode(seen[0]) == r"<eos>user Q 14 or <eos> {answer} \boxed{x}<eos>"
+    assert seen[0].count(chat.eos_token_id) == 2
 
 
 @pytest.mark.parametrize("returned", [torch.ones(1), torch.tensor([1.0, torch.nan])])
 def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, returned):
-    monkeypatch.setitem(REWARDS, "mine", reward_functions.Reward(lambda judged: returned, set()))
+    monkeypatch.setitem(REWARDS, "mine", Reward(lambda judged: returned, set()))
     judged = judge([group_of(tokenizer, ["a", "b"], "7")], set(), None, None)
     with pytest.raises(InputError, match=r"'mine' must give each sample a finite number"):
         rewards("mine", judged)

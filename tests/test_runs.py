@@ -118,7 +118,7 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
 
     def judge(groups, *_):
         R = torch.full((4,), reward_of_step(next(steps)))
-        return [Judged(group, None, {"rule": R}) for group in groups]
+        return [Judged(group, None, R) for group in groups]
 
     monkeypatch.setattr(train, "judge", judge)
     monkeypatch.setitem(REWARDS, "exact", Reward(lambda judged: judged.right, set()))

@@ -21,7 +21,7 @@ from reward_functions import REWARDS
 from runtime.files import lock, read_rows, to_jsonl
 from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
-from tasks.verifiers import MODELS, verify
+from tasks.verifiers import verify
 
 
 def test_what_a_run_writes(finished_run, toy_model_dir):
@@ -64,44 +64,13 @@ def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
         assert min(abs(weight - A_i) for weight in row.weights) < 1e-6
 
 
-def test_a_model_says_which_held_out_answers_are_right(script, monkeypatch, quick, toy_model_dir):
-    """In training, where the reward asks nobody, and in evaluate.py. It is asked in one batch."""
-    asked = []
-
-    def ask(pairs, verifier_model):
-        asked.append([answer for _, answer in pairs])
-        assert next(verifier_model[0].parameters()).shape[1] == 64  # the toy's
-        return [len(answer) % 2 == 1 for _, answer in pairs]
-
-    monkeypatch.setitem(MODELS, "general-verifier", ask)
-    Path("q.jsonl").write_text('{"question": "Ana has 3 eggs. How many eggs?", "answer": "1"}\n')
-    verifier = f"--verifier general-verifier --verifier-model {toy_model_dir}"
-    flags = f"{quick} --reward exact --dataset q.jsonl --eval-dataset q.jsonl --eval-runs 16"
-    code, _, err = script(train, f"{flags} --steps 1 --questions 1 {verifier} --out run")
-    assert code == 0 and "verifier general-verifier; 1 step" in err, err
-    flags = f"--model {toy_model_dir} --dataset q.jsonl --runs 16 --max-new-tokens 24"
-    code, _, err = script(evaluate, f"{flags} {verifier} --out eval")
-    assert code == 0, err
-    rows = [*read_rows("run/evaluations.jsonl"), *read_rows("eval/samples.jsonl")]
-    for answers, of_evaluation in zip(asked, (rows[:16], rows[16:32], rows[32:]), strict=True):
-        assert sorted(answers) == sorted({row["answer"] for row in of_evaluation} - {None, ""})
-    assert [row["correct"] for row in rows] == [len(row["answer"] or "") % 2 == 1 for row in rows]
-    assert {row["correct"] for row in rows} == {True, False}
-    two = list(dict.fromkeys(asked[2]))[:2]  # that the model gives are the references now
-    Path("q.jsonl").write_text(json.dumps({"question": rows[0]["question"], "answer": two}))
-    assert script(evaluate, f"{flags} --out again")[0] == 0
-    verbatim = [row["answer"] in two for row in rows[32:]]
-    results = json.loads(Path("again/results.json").read_text())["results"]["q.jsonl"]
-    assert results["exact_match"] == sum(verbatim) / 16 >= 2 / 16
-
-
 def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     flags = f"--model {toy_model_dir} --dataset toy --reward cer --questions 2 --samples 8 --m 2"
     flags += f" --verifier math --verifier-model {toy_model_dir} --max-prompt-tokens 64 --keep 1"
     flags += " --max-new-tokens 24 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
     flags += " --cpu-offload --seed 3 --eval-dataset toy-test --eval-every 1 --eval-limit 3"
     flags += " --eval-runs 2 --eval-temperature 0.5 --eval-top-p 0.9 --eval-top-k 5"
-    flags += " --out run --save-every 1"
+    flags += " --out run --save-every 1 --dtype fp32"
     _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
     assert named - {"--resume", "--epochs"} == set(re.findall(r"--[a-z][\w-]*", flags))
@@ -127,7 +96,7 @@ def test_samples_differ_by_seed_and_step(script, quick):
     for seed in 0, 1:
         assert script(train, f"{flags} --seed {seed} --out {seed}")[0] == 0
         samples += [str(row["texts"]) for row in read_rows(f"{seed}/samples.jsonl")]
-        held_out += [[row["text"] for row in read_rows(f"{seed}/evaluations.jsonl")]]
+        held_out += [[row["texts"] for row in read_rows(f"{seed}/evaluations.jsonl")]]
     assert len(set(samples)) == 4 and held_out[0] != held_out[1]
 
 
@@ -194,8 +163,8 @@ def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_
         problems = load_problems(name, limit, verifier)
         return problems[::-1] if bool(limit) == held_out else problems
 
-    def other_template(*inputs):
-        model, tokenizer = load(*inputs)
+    def other_template(*inputs, **options):
+        model, tokenizer = load(*inputs, **options)
         tokenizer.chat_template += " "
         return model, tokenizer
 
@@ -232,21 +201,22 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         assert code == 0 and "average pass@1: " in out, err
         assert "mine.jsonl: left out: 1 of 2 questions have a control token" in err
         assert "verified as text" not in err
-        texts.append([row["text"] for row in read_rows(f"{seed}/samples.jsonl")])
+        texts.append([row["texts"] for row in read_rows(f"{seed}/samples.jsonl")])
     assert texts[0] != texts[1]
     settings = dict(temperature=0.3, top_p=0.9, top_k=9)
     assert sampled.call_args.kwargs.items() >= settings.items()
     results, rows = json.loads(Path("0/results.json").read_text()), read_rows("0/samples.jsonl")
-    assert [row["dataset"] for row in rows] == [held_out] * 12 + ["mine.jsonl"] * 4
+    assert [row["dataset"] for row in rows] == [held_out] * 3 + ["mine.jsonl"]
     summary, problems = results["results"][held_out], load_problems(held_out)
-    assert summary == pytest.approx(summary_of(rows[:12]))
+    assert summary == pytest.approx(summary_of(rows[:3]))
     assert 0 < summary["exact_match"] < summary["pass_at_1"] < 1 and 0 < summary["truncated"] < 1
-    for i, row in enumerate(rows[:12]):
-        problem, box = problems[i // 4], split_answer(row["text"])
-        assert (row["index"], row["question"]) == (i // 4, problem.question)
-        assert row["answer"] == (box and box[1])
-        assert verify([(problem, row["answer"])]) == [row["correct"]]
-        assert row["tokens"] == 21 or not row["truncated"]
+    for i, row in enumerate(rows[:3]):
+        assert (row["index"], row["question"]) == (i, problems[i].question)
+        assert tuple(row["references"]) == problems[i].references
+        boxes = [split_answer(text) for text in row["texts"]]
+        assert row["answers"] == [box and box[1] for box in boxes] and len(boxes) == 4
+        assert verify([(problems[i], answer) for answer in row["answers"]]) == row["right"]
+        assert all(n == 21 for n, cut_off in zip(row["tokens"], row["truncated"]) if cut_off)
 
 
 def test_a_model_is_asked_one_question(script, toy_model_dir):
