@@ -51,9 +51,9 @@ def test_aim_knows_the_size_of_rewards_and_auc_does_not():
     _, table = judge.judge_rewards(samples, [*rewards])
     assert list(table["aim"][:3]) == pytest.approx([1, -1, 0.5], abs=1e-4)
     assert list(table["AUC"]) == [1, 0, 1, 0.5] and math.isnan(table["aim"]["none"])
-    # Of four questions drawn with replacement k are the large one: the square root of k / 4.
-    low, high = table["aim, low"]["uneven"], table["aim, high"]["uneven"]
-    assert low < 0.5 < high + 1e-3 and table["aim, low"]["scaled"] == pytest.approx(1)
+    # Among four questions drawn the large one is k times: the root of k / 4, and 1 without it.
+    ends = [table[f"aim, {end}"]["uneven"] for end in ("low", "high")]
+    assert ends == pytest.approx([0.5, 1], abs=1e-3)
     right, wrong = ((truth * size)[truth == x].to_frame() for x in (1, 0))
     assert judge.auc(right, wrong) == 1
 
