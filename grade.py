@@ -1,132 +1,244 @@
-"""You say which answers are right, where no program can: pass@1 and judge.py's table by your word.
+"""The truth need not be a program: you say which answers are right, or another model says it.
 
-    python grade.py runs/BEFORE runs/AFTER
+    python grade.py runs/MY-JUDGE                                  # by you
+    python grade.py runs/MY-JUDGE --by TIGER-Lab/general-verifier  # by a model
+    python grade.py runs/BEFORE runs/AFTER --table                 # what the grades say
 
-Each directory was written by judge.py, evaluate.py or train.py (its first and last evaluation).
-You see a question, its references and the answers of all runs, shuffled; not who gave them, nor
-which reward they received. You type the numbers of the right ones. What equals a reference (by the
-verifier `text`) is right and no answer is wrong, without asking. What you say is saved at once, in
-grades.jsonl of the first directory, and a second start goes on where the first one stopped. Grades
-that the other directories have are used, too.
+A directory is what judge.py, evaluate.py or train.py wrote. You see a question, its references, and
+the answers of all directories, shuffled and without their rewards. You type the numbers of the
+right ones. An answer that equals a reference (by the verifier `text`) is right and no answer is
+wrong, so neither is asked. Each reply is saved at once, in grades.jsonl of the first directory, and
+a second start goes on. A model is asked about the same answers, so you can see how often you agree
+with it before you let it grade the rest.
 """
 
+import contextlib
+import math
 import random
 from pathlib import Path
 
 import pandas
-from report import say_judgement, say_pass_at_1
+import torch.distributed as dist
 
+from engine.load import load
+from judge import say_judgement
 from runtime import cli
-from runtime.files import append_rows, read_rows, references_of
+from runtime.files import append_rows, lock, read_rows
+from runtime.ranks import all_gather, init_ranks
+from runtime.report import brief
+from tasks.data import Problem
+from tasks.general_verifier import FIELDS, decide
 from tasks.verifiers import plain_text
 
-HOW = "the numbers of the right ones, Enter for none, ? to leave the question out, q to stop"
+AT_ONCE = 64  # answers about which a model is asked together, on each rank
+FEW = 10  # with fewer questions the standard error is itself too uncertain for an interval
+
+# ----------------------------------------------------------------------------------- what is graded
 
 
-def read_run(directory):
-    """The lines that a script wrote about its answers, of train.py those of the first and the last
-    evaluation -> (by judge.py or not, lines)."""
-    path = directory / "evaluations.jsonl"
-    rows = read_rows(path if path.exists() else directory / "samples.jsonl", log=True)
-    cli.require(rows, f"{path} is empty: train.py evaluates with --eval-dataset")
-    ends = rows[0].get("step"), rows[-1].get("step")
-    return "rewards" in rows[0], [row for row in rows if row.get("step") in ends]
+def read_lines(directory):
+    """The lines of judge.py or of an evaluation -> (whether a run wrote them, lines). Of a run's
+    evaluations these are the first and the last."""
+    is_run = (directory / "config.json").exists()
+    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
+    cli.require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
+    ends = lines[0].get("step"), lines[-1].get("step")
+    return is_run, [line for line in lines if line.get("step") in ends]
 
 
-def samples_of(directory):
-    """-> a dict for each sample: run, question, references, answer ("" if there is none), and
-    verifier, what the verifier of the run said."""
-    by_judge, rows = read_run(directory)
-    samples, names = [], ["answers", "right"] if by_judge else ["answer", "correct"]
-    for row in rows:
-        run = str(directory) + (f", step {row['step']}" if "step" in row and not by_judge else "")
-        pairs = zip(*(row[name] if by_judge else [row[name]] for name in names))
-        same = {"run": run, "question": row["question"], "references": references_of(row)}
-        samples += [same | {"answer": answer or "", "verifier": right} for answer, right in pairs]
-    return samples
+def read_samples(directories):
+    """-> a DataFrame with a row for each sample: run (a directory, or an evaluation of a training
+    run), question, references, answer; verifier, what the run's own verifier says; key, equal for
+    answers that are equal by the verifier `text`; and clear, True for what equals a reference,
+    False for no answer, and else None."""
+    rows = []
+    for directory in directories:
+        is_run, lines = read_lines(directory)
+        for line in lines:
+            run = f"{directory} step {line['step']}" if is_run else str(directory)
+            of_line = {"run": run, "question": line["question"], "references": line["references"]}
+            for answer, right in zip(line["answers"], line["right"]):
+                key = plain_text(answer or "")
+                clear = True if key in map(plain_text, line["references"]) else None
+                of_sample = {"answer": answer, "verifier": right, "key": key}
+                rows.append(of_line | of_sample | {"clear": clear if answer else False})
+    return pandas.DataFrame(rows)
 
 
-def key(question, answer):
-    """Two answers that are equal by the verifier `text` have one grade."""
-    return question, plain_text(answer or "")
+def draw(samples, count, seed):
+    """At most so many of the questions that all runs have. Their order depends only on their text
+    and the seed, so that grades are of use with other runs, and with more questions."""
+    in_runs = samples.groupby("question").run.nunique()
+    questions = list(in_runs.index[in_runs == samples.run.nunique()])
+    cli.require(questions, "no question is in all of these directories")
+    return sorted(questions, key=lambda text: random.Random(f"{seed} {text}").random())[:count]
 
 
-def ask(question, references, answers):
-    """Let the user grade the answers -> {answer: right, None if the question is left out}. EOFError
-    to stop."""
-    numbered = {str(number): answer for number, answer in enumerate(answers, start=1)}
-    print(f"{question}\nreference: {' or '.join(references)}")
-    for number, answer in numbered.items():
-        print(f"{number:>4}  {' '.join(answer.split())}")
-    while True:
-        reply = input("right: ").replace(",", " ").split()
-        if reply == ["q"]:
-            raise EOFError
-        if reply == ["?"]:
-            return dict.fromkeys(answers)
-        if {*reply} <= {*numbered}:
-            return {answer: number in reply for number, answer in numbered.items()}
-        print(f"expected {HOW}")
+def in_doubt(samples, question):
+    """The answers to a question that are not clear, shuffled -> {key: answer}."""
+    rows = samples[(samples.question == question) & samples.clear.isna()]
+    answers = dict(zip(rows.key, rows.answer))
+    return {
+        key: answers[key] for key in random.Random(question).sample(sorted(answers), len(answers))
+    }
 
 
-def grade(samples, drawn, files):
-    """Ask about what is neither clear nor in the files, and save it in the first -> ({key: right,
-    None if left out}, the questions that are done)."""
-    of_question = {question: samples[samples.question == question] for question in drawn}
-    said = {}
-    for question, own in of_question.items():
-        said |= {key(question, reference): True for reference in own.references.sum()}
-        said |= {key(question, ""): False}
-    for path in filter(Path.exists, files):
-        for row in read_rows(path, log=True):
-            said[key(row["question"], row["answer"])] = row["right"]
-    for number, (question, own) in enumerate(of_question.items(), start=1):
-        answers = {key(question, answer): answer for answer in own.answer}
-        asked = [answer for of, answer in answers.items() if of not in said]
-        random.Random(question).shuffle(asked)
+class Grades:
+    """What is in the files grades.jsonl of the directories. New grades go into the first."""
+
+    def __init__(self, directories):
+        self.path, self.of = directories[0] / "grades.jsonl", {}  # of[by][question, key]
+        for path in (directory / "grades.jsonl" for directory in directories):
+            for row in read_rows(path, log=True) if path.exists() else []:
+                self.note(**row)
+
+    def note(self, question, answer, right, by):
+        self.of.setdefault(by, {})[question, plain_text(answer)] = right
+
+    def save(self, question, answer, right, by):
+        """right: None if you leave the question out."""
+        row = {"question": question, "answer": answer, "right": right, "by": by}
+        append_rows(self.path, [row])
+        self.note(**row)
+
+
+# --------------------------------------------------------------------------------------- who grades
+
+
+def by_you(samples, questions, grades):
+    """Ask about each answer in doubt that has no grade yet."""
+    doubts = {question: in_doubt(samples, question) for question in questions}
+    questions = [question for question in questions if doubts[question]]
+    print(f"{len(questions)} questions have answers in doubt. Type {cli.KEYS}.")
+    at, back = 0, False
+    while at < len(questions):
+        question, graded = questions[at], grades.of.get("you", {})
+        asked = [a for key, a in doubts[question].items() if back or (question, key) not in graded]
+        references = samples.references[samples.question == question].iloc[0]
+        title, reply = f"{at + 1} of {len(questions)}:", {}
         if asked:
-            print(f"\n{number} of {len(drawn)}: ", end="")
-            try:
-                verdicts = ask(question, dict.fromkeys(own.references.sum()), asked)
-            except (EOFError, KeyboardInterrupt):
-                print("\nstopped; start it again to go on")
-                # Not even what is clear in later ones: questions without a doubt are the easy ones.
-                return said, drawn[: number - 1]
-            for answer, right in verdicts.items():
-                append_rows(files[0], [{"question": question, "answer": answer, "right": right}])
-                said[key(question, answer)] = right
-    return said, drawn
+            reply = cli.ask_numbers(title, question, " or ".join(references), asked)
+        if reply == "q":
+            return print("\nstopped; the same command goes on")
+        back = reply == "b"
+        if not back:
+            for answer, right in reply.items():
+                grades.save(question, answer, right, "you")
+        at = max(0, at - 1) if back else at + 1
+
+
+def by_model(samples, questions, grades, name, prompt):
+    """Ask a model in batches, in the order of the questions."""
+    device, graded = init_ranks(), grades.of.get(name, {})
+    rank, world = dist.get_rank(), dist.get_world_size()
+    todo = []
+    for question in questions:
+        first, *others = samples.references[samples.question == question].iloc[0]
+        problem = Problem(question, first, others=tuple(others))
+        doubts = in_doubt(samples, question).items()
+        todo += [(problem, answer) for key, answer in doubts if (question, key) not in graded]
+    model, undecided = load(name, device), 0
+    for start in cli.progress("grade", range(0, len(todo), AT_ONCE * world), unit="batch"):
+        batch = todo[start : start + AT_ONCE * world]
+        share = math.ceil(len(batch) / world)
+        decisions = all_gather(decide(batch[rank * share : (rank + 1) * share], model, prompt))
+        for (problem, answer), decision in zip(batch, decisions):
+            undecided += decision is None  # not accepted, as in training
+            grades.save(problem.question, answer, decision is True, name)
+    if undecided:
+        cli.say(f"{undecided} of {len(todo)} replies hold no decision; they count as wrong")
+
+
+# -------------------------------------------------------------------------------------- the numbers
+
+
+def verdicts(samples, questions, graded):
+    """For each sample whether it is right, None where that is not known. The questions count up to
+    the first that has an answer without a grade: those after it which need none are the easy ones.
+    graded: {(question, key): right}; a question with None is left out."""
+    counts = set()
+    for question in questions:
+        own = [graded.get((question, key), "missing") for key in in_doubt(samples, question)]
+        if "missing" in own:
+            break
+        if None not in own:
+            counts.add(question)
+    keys = zip(samples.question, samples.key)
+    right = samples.clear.combine_first(pandas.Series(map(graded.get, keys), samples.index))
+    return right.where(samples.question.isin(counts))
+
+
+def say_pass_at_1(samples, truths):
+    """Print pass@1 of each run by each truth, a column of samples, and the change from the first
+    run, paired by question."""
+    runs = list(samples.run.unique())
+    for by in truths:
+        known = samples.dropna(subset=[by]).astype({by: float})
+        shares = known.pivot_table(by, "question", "run")[runs]  # means
+        print(f"\n{len(shares)} questions, what is right by {by}:")
+        for run in runs:
+            line = f"  {run}: pass@1 {brief(shares[run].mean())} (SE {brief(shares[run].sem())})"
+            change = shares[run] - shares[runs[0]]
+            low, high = (brief(change.mean() + sign * 1.96 * change.sem()) for sign in (-1, 1))
+            interval = f"95%: {low} to {high}" if len(shares) >= FEW else f"grade {FEW} questions"
+            line += f", change {brief(change.mean())} ({interval})" if run != runs[0] else ""
+            print(line)
+
+
+def say_agreement(samples, by):
+    """How often you agree with a model on the answers that both graded, and three on which not."""
+    both = samples[samples.clear.isna()].dropna(subset=["you", by])
+    both = both.drop_duplicates(["question", "key"])
+    differ = both[both.you != both[by]]
+    print(f"\nyou and {by} agree on {len(both) - len(differ)} of {len(both)} answers")
+    for row in differ.head(3).itertuples():
+        verdict = "right" if row.you else "wrong"
+        print(f"  {row.answer!r:.30} for {row.references[0]!r:.30}: you say {verdict}")
 
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="DIR", help="written by judge, evaluate or train")
+    add("directories", nargs="+", type=Path, metavar="DIR", help="of judge, evaluate or train")
+    add("--by", default="you", metavar="you|MODEL", help="who grades: you, or a model's id or path")
+    add("--prompt", type=Path, help="file with another prompt for the model")
     add("--questions", type=cli.number(int, 1), default=50, help="grade at most K questions")
     add("--seed", type=int, default=0, help="random seed of the choice of questions")
+    add("--table", action="store_true", help="ask nothing, show what the grades say")
     args = parser.parse_args()
-    samples = pandas.DataFrame(sum(map(samples_of, args.runs), []))
-    in_runs = samples.groupby("question").run.nunique()
-    common = list(in_runs.index[in_runs == samples.run.nunique()])
-    cli.require(common, "no question is in all of these runs")
-    # In an order that does not depend on what else is there, so that grades are of use with other
-    # runs and a larger K.
-    common.sort(key=lambda question: random.Random(f"{args.seed} {question}").random())
-    print(f"{len(common)} questions. Type {HOW}.")
-    files = [directory / "grades.jsonl" for directory in args.runs]
-    said, done = grade(samples, common[: args.questions], files)
-    samples["you"] = [said.get(key(*pair)) for pair in zip(samples.question, samples.answer)]
-    graded = {*done} - {*samples.question[samples.you.isna()]}
-    cli.require(graded, "no question is graded")
-    say_pass_at_1(samples[samples.question.isin(graded)])
-    for directory in args.runs:
-        by_judge, rows = read_run(directory)
-        rows = [row for row in rows if by_judge and row["question"] in graded]
-        for row in rows:
-            row["right"] = [said[key(row["question"], answer)] for answer in row["answers"]]
-        if rows:
-            print(f"\n{directory} by your grades")
-            say_judgement(rows)
+    prompt = args.prompt and args.prompt.read_text(encoding="utf-8")
+    complete = prompt is None or {*FIELDS.findall(prompt)} == {"question", "reference", "answer"}
+    cli.require(complete, f"{args.prompt} needs {{question}}, {{reference}} and {{answer}}")
+    samples = read_samples(args.directories)
+    questions = draw(samples, args.questions, args.seed)
+    samples, grades = samples[samples.question.isin(questions)], Grades(args.directories)
+    if not args.table:
+        with lock(args.directories[0]) if cli.is_rank_0() else contextlib.nullcontext():
+            if args.by == "you":
+                by_you(samples, questions, grades)
+            else:
+                by_model(samples, questions, grades, args.by, prompt)
+    if not cli.is_rank_0():
+        return
+    for by, graded in grades.of.items():
+        samples = samples.assign(**{by: verdicts(samples, questions, graded)})
+    truths = [by for by in grades.of if samples[by].notna().any()]
+    cli.require(args.by in truths, f"no question is graded by {args.by}")
+    say_pass_at_1(samples[samples[truths].notna().any(axis=1)], [*truths, "verifier"])
+    for by in truths:
+        if "you" in truths and by != "you":
+            say_agreement(samples, by)
+    known = samples.dropna(subset=[args.by])
+    truth = dict(zip(zip(known.question, known.key), known[args.by]))
+    for directory in args.directories:
+        _, lines = read_lines(directory)
+        by_judge = [x for x in lines if "rewards" in x and x["question"] in {*known.question}]
+        for line in by_judge:
+            keys = [(line["question"], plain_text(answer or "")) for answer in line["answers"]]
+            line["right"] = [bool(truth[key]) for key in keys]
+        if by_judge:
+            print(f"\n{directory}, what is right by {args.by}:")
+            say_judgement(by_judge)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from engine.sampling import sampling_config
 from engine.tokens import vocabulary
-from runtime.cli import as_input_error, require
+from runtime.cli import as_input_error, require, say
 
 # A base model ends its text with one token, a chat model its turn with another. Stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
@@ -26,14 +26,21 @@ def load(name_or_dir, device, *checks, dtype="auto"):
     method assumes: check_sampling, and cer.check_scoring. The verifier only generates, and has
     none. Whatever they raise becomes one line that names the model's family."""
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
+    on_gpu = torch.device(device).type == "cuda"
     if dtype == "auto":
-        dtype = "bf16" if torch.device(device).type == "cuda" else "fp32"
+        dtype = "bf16" if on_gpu else "fp32"
+    if dtype == "bf16" and not on_gpu and not has_bf16_unit():
+        say("this CPU has no unit for bf16 (avx512_bf16 or AMX), so fp32 is faster on it")
     model = load_model(name_or_dir, device, DTYPES[dtype])
     reset_generation_config(model, tokenizer)
     with as_input_error(f"{model.config.model_type} is not supported"):
         for check in checks:
             check(model, tokenizer)
     return model, tokenizer
+
+
+def has_bf16_unit():
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def load_model(name, device, dtype):
