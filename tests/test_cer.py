@@ -222,6 +222,33 @@ def rewards_of(tokenizer, texts, reference, M=None):
 TEXTS = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "\\boxed{seven}"]
 
 
+def test_the_prompt_of_a_question_is_read_once(tokenizer):
+    """Counted in tokens that enter the model; and the scores are those of one_file.py. One context
+    is the beginning of another, one solution is empty, and prompts of two questions differ."""
+    model, vocab = tiny_model(len(tokenizer)), vocabulary(tokenizer)
+    read = []
+    model.base_model.embed_tokens.register_forward_hook(
+        lambda *args: read.append(args[1][0].numel())
+    )
+    prompt = vocab.encode("How many eggs?\n" * 9)
+    rest = [vocab.encode(text) for text in ("", "3*4=12;", "3*4=12; so \\boxed", "9 \\boxed")]
+    contexts = [prompt + solution for solution in rest]
+    scores = cer.answer_logprobs(model, tokenizer, contexts, ["14", "9"])
+    spelled = sum(len(vocab.encode("{" + answer)) for answer in ("14", "9"))
+    shared, longest = len(prompt) - 1, max(map(len, rest)) + 1  # the last token of the prompt again
+    assert sum(read) == shared + len(contexts) * (longest + spelled)
+    slow = [[log_pi(model, tokenizer, c, answer) for c in contexts] for answer in ("14", "9")]
+    assert (scores - torch.tensor(slow)).abs().max() < 1e-4
+    other = [vocab.encode("7 and then \\boxed"), *contexts]
+    slow = [[log_pi(model, tokenizer, c, answer) for c in other] for answer in ("14", "9")]
+    assert (
+        cer.answer_logprobs(model, tokenizer, other, ["14", "9"]) - torch.tensor(slow)
+    ).abs().max() < 1e-4
+    read.clear()
+    cer.answer_logprobs(model, tokenizer, contexts[1:2], ["14"])  # alone it is read in one pass
+    assert read[0] == len(contexts[1])
+
+
 def test_a_distinct_answer_is_scored_once(tokenizer, monkeypatch):
     scored = mock.Mock(side_effect=answer_logprobs)
     monkeypatch.setattr(cer, "answer_logprobs", scored)

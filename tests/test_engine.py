@@ -80,6 +80,30 @@ def save(directory, model, tokenizer, **generation):
     return directory
 
 
+@pytest.mark.parametrize("has_unit", [True, False])
+def test_bf16_on_a_cpu(tokenizer, tmp_path, monkeypatch, capsys, has_unit):
+    """The actor is in bf16. The policy keeps fp32 weights, gradients and sums, and computes in
+    bf16: its log-probabilities are near those in fp32, and not equal."""
+    directory = save(tmp_path, tiny_model(len(tokenizer)), tokenizer)
+    monkeypatch.setattr(load, "has_bf16_unit", lambda: has_unit)
+    actor, _ = load.load(directory, "cpu", dtype="bf16")
+    assert (
+        actor.dtype == torch.bfloat16 and actor.base_model.embed_tokens.weight.dtype == actor.dtype
+    )
+    assert ("fp32 is faster" in capsys.readouterr().err) == (not has_unit)
+    assert load.load(directory, "cpu")[0].dtype == torch.float32
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    found = {}
+    for dtype in torch.float32, torch.bfloat16:
+        trained, _ = policy.make_policy(directory, False, 1e-3, dtype)
+        found[dtype] = trained(ids, torch.arange(6)[None] > 0)
+        found[dtype].sum().backward()
+        kinds = {(p.dtype, p.grad.dtype) for p in trained.parameters()}
+        assert kinds == {(torch.float32, torch.float32)}
+    difference = (found[torch.float32] - found[torch.bfloat16]).abs().max()
+    assert 1e-5 < difference < 0.2
+
+
 def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_path):
     """check_sampling asserts that scores equal logits; here load() has something to undo."""
     stop, model = tokenizer.eos_token_id, tiny_model(2 * len(tokenizer), initializer_range=0.02)
@@ -132,6 +156,29 @@ def test_pieces_and_dropped_rows_change_no_token(loaded, monkeypatch):
         assert list(zip(rows, entropies)) == expected
     assert len(set(map(len, rows))) > 1
     assert sum(decoded) == sum(map(len, rows))  # in pieces of 1, finished rows cost nothing
+
+
+@on_devices
+def test_the_prompt_of_a_question_is_read_once(loaded, monkeypatch):
+    """Counted in tokens that enter the model. generate() reads the last one for each row; after the
+    first piece rows differ, and are read as they are."""
+    read = []
+    loaded.base_model.embed_tokens.register_forward_hook(
+        lambda *args: read.append(args[1][0].numel())
+    )
+    monkeypatch.setattr(loaded.generation_config, "eos_token_id", [0])
+    N, P, K, new = 5, 11, 3, 4  # two questions with N samples, one alone
+    prompts = [[9] * P] * N + [[5, 6, 7]] * N + [[8]]
+    rows, _ = generate(loaded, prompts, new, temperature=0)
+    assert {len(row) for row in rows} == {new}
+    width = P - 1  # padded on the left
+    assert sum(read) == K * width + len(prompts) * new
+    read.clear()
+    generate(loaded, [[9] * P, [5, 6, 7], [8]], new, temperature=0)  # nothing is equal
+    assert sum(read) == K * P + K * (new - 1)
+    read.clear()
+    generate(loaded, [[9] * P] * N, new, piece=2, temperature=0)
+    assert sum(read) == (P - 1) + 2 * N + (P + 1) + 2 * N  # greedy: equal in the second piece, too
 
 
 SETTINGS = {}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 3}

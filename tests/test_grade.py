@@ -172,7 +172,9 @@ def test_a_model_grades(user, tmp_path, toy_model_dir, monkeypatch, ranks):
         out = Path("log-0").read_text()
     rows = read_rows("a/grades.jsonl")
     assert {row["answer"] for row in rows} == {"Fourteen", "14 eggs", "x", "y", "z"}
-    assert not any(row["right"] for row in rows) and {row["by"] for row in rows} == {str(toy_model_dir)}
+    assert not any(row["right"] for row in rows) and {row["by"] for row in rows} == {
+        str(toy_model_dir)
+    }
     asked = mock.Mock(side_effect=grade.decide)
     monkeypatch.setattr(grade, "decide", asked)
     assert user(flags)[0] == 0 and not asked.called  # all is in the file
