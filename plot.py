@@ -88,7 +88,10 @@ def draw_group(group, out):
     of_answers = numpy.nan_to_num(posterior) @ P  # CER, 0 without an answer
     is_cer = numpy.allclose(of_answers, numpy.array(R)[rows], atol=1e-4)
     axes["R"].set_title("R = D⁻¹W P" if is_cer else "R")
-    question = shorten(" ".join(group["question"].split()), 90)
+    question = " ".join(group["question"].split())
+    if len(question) > 90:  # what is asked stands at the end, after a passage
+        question = "…" + question[-89:]
+    question = shorten(question, 90)
     reference = shorten(" or ".join(group["references"]), 60)
     step = f"step {group['step']}: " if "step" in group else ""
     figure.suptitle(f"{step}{question}\na* = {reference}", fontsize=13)

@@ -1,5 +1,6 @@
 """Measure speed and memory on random weights of a real shape. Prints JSON lines on scoring (against
-full passes), a decode step, sampling in pieces (against one call), and one update.
+full passes), a decode step, sampling in pieces (against one call), a prompt that is read once
+(against N times), and one update.
 
     python benchmarks/gpu.py | tee FILE        # on a GPU: Qwen3-4B's shape, some minutes
     python benchmarks/gpu.py --shape small     # on two CPU cores: 8M parameters, some minutes
@@ -65,7 +66,7 @@ def main():
         "transformers": transformers.__version__,
     }
     with mock.patch("engine.sampling.EachStep", Ends):
-        for part in scoring, decoding, sampling, updating:
+        for part in scoring, decoding, sampling, passages, updating:
             for line in part(model, tokenizer, LENGTHS[shape], args.repeats):
                 print(json.dumps({"part": part.__name__} | line | origin), flush=True)
     dist.destroy_process_group()
@@ -147,6 +148,20 @@ def sampling(model, tokenizer, length, repeats, rows=64, prompt=16):
         _, taken = measure(1, generate, model, prompts, longest, piece)
         rate = sum(lengths) / taken["seconds"]
         yield {"rows": rows, "how": how} | taken | {"tokens_per_second": rate}
+
+
+def passages(model, tokenizer, length, repeats, N=16, prompt=320, new=24):
+    """Time sampling and scoring one question with a passage in its prompt, which is read once, and
+    the same with prompts that differ in one token, which are read N times."""
+    answers = [rf"\frac{{{10 + i}}}{{7}}" for i in range(5)]
+    for how in "equal prompts", "different prompts":
+        second = [9] * N if how == "equal prompts" else range(2, N + 2)
+        prompts = [[prompt + new, token] + [9] * (prompt - 2) for token in second]
+        (completions, _), sampled = measure(repeats, generate, model, prompts, new)
+        contexts = [ids + more[:-1] for ids, more in zip(prompts, completions)]
+        _, scored = measure(repeats, answer_logprobs, model, tokenizer, contexts, answers)
+        seconds = {"sample_seconds": sampled["seconds"], "score_seconds": scored["seconds"]}
+        yield {"N": N, "prompt": prompt, "new": new, "how": how} | seconds
 
 
 def updating(model, tokenizer, length, repeats, rows=16):
