@@ -57,4 +57,7 @@ def count_answers(model, tokenizer, questions, N):
                 slip = result_of(work) == toy.value_of(reference)
                 kinds["slip" if slip else "wrong work"] += 1
     shares = {kind: kinds[kind] / kinds.total() for kind in ("right", "slip", "wrong work")}
-    return shares | {f"right, as {form}": n / forms.total() for form, n in sorted(forms.items())}
+    for form in toy.FORMS:
+        form = form.format(n=14, word="fourteen", unit="eggs")
+        shares[f"right, as {form}"] = forms[form] / max(1, forms.total())
+    return shares
