@@ -28,6 +28,9 @@ and one column for each sample with a closed box. The file has four parts: Eq. 8
 the sampled tokens of one question to R; W and P from a model; and what only Eq. 3 and the paper's
 Table 3 need. docs/lesson.md builds all this from nothing, and examples/one_file.py computes the
 same R slowly, in plain lines. Read them first.
+
+For another trainer copy this file and engine/tokens.py, and leave a line such as
+"copied from REPOSITORY at COMMIT, MIT licence".
 """
 
 import os

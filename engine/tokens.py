@@ -4,7 +4,8 @@ box. Also pad and batch lists of token ids.
 Token boundaries do not follow characters: `}` may be sampled as the token `}$`, and half of an
 emoji may be one token. So answers are located and scored on bytes.
 
-This file needs torch and transformers only, so that it can be copied together with cer.py.
+This file needs torch and transformers only, so that it can be copied together with cer.py (leave a
+line such as "copied from REPOSITORY at COMMIT, MIT licence").
 """
 
 import bisect
