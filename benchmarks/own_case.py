@@ -1,16 +1,35 @@
-"""CER in its own case: rows with people's questions on passages, for judge.py and grade.py.
+"""CER in its own case: people's questions on passages, for judge.py and grade.py.
 
     python benchmarks/own_case.py rows squad_human.jsonl --lines 100-399 --out squad.jsonl
+    python benchmarks/own_case.py csv runs/squad --name squad --lines 100-399 --by llm > FILE.csv
+    python benchmarks/own_case.py table FILE.csv
 
-Each line of the file has a passage, a question, and references, what several people have answered.
-A row is {"question": worked examples, passage and question, "answer": all references}. Two worked
-examples stand before each passage, because the model that is judged (Qwen2.5-Coder-1.5B-Instruct)
-hardly ever boxes its answer without them.
+Each line of squad_human.jsonl has a passage, a question, and references, what several people have
+answered. `rows` makes {"question": worked examples, passage and question, "answer": references}.
+Two worked examples stand before each passage, because the model that is judged
+(Qwen2.5-Coder-1.5B-Instruct) hardly ever boxes its answer without them.
+
+`csv` writes a line for each sample of a directory of judge.py, graded by grade.py. Rewards are
+given for each reference: since rho is linear in them, those of all references are their sums.
+`table` computes every number of the section in docs/measurements.md from it.
 """
 
 import argparse
 import json
+import math
+import sys
 from pathlib import Path
+
+import numpy
+import pandas
+import torch
+
+from cer import cer
+from grade import Grades, read_lines, read_samples, verdicts
+from judge import auc, interval, judge_rewards
+from reward_functions import f1, words
+from runtime.report import RARE
+from tasks.verifiers import plain_text
 
 EXAMPLES = r"""Answer a question about a passage. Reason in one sentence, then box a short answer, as in the examples.
 
@@ -42,6 +61,173 @@ def rows(lines):
     ]
 
 
+# -------------------------------------------------------------------------------------- the samples
+
+
+def sample_lines(directory, name, lines, by):
+    """-> a row for each sample. Of a list, such as cer, the numbers are those of the references."""
+    _, groups = read_lines(directory)
+    samples = read_samples([directory])
+    graded = Grades([directory]).of.get(by, {})
+    questions = [group["question"] for group in groups]
+    right = verdicts(samples, questions, graded)
+    samples["right"] = [None if pandas.isna(each) else int(each) for each in right]
+    of_question = dict(list(samples.groupby("question", sort=False)))
+    for line, group in zip(numbers(lines), groups):
+        log_W = torch.tensor(finite(group["log_W"])).view(-1, len(group["columns"]))
+        log_references = torch.tensor(finite(group["log_references"]))
+        posterior = log_W.softmax(1)
+        row_of = {answer: k for k, answer in enumerate(group["distinct_answers"])}
+        rho = torch.stack([cer(log_W, log_P) for log_P in log_references], 1)  # [U, K]
+        columns = {i: c for c, i in enumerate(group["columns"])}
+        zeros = [0.0] * len(group["references"])
+        rows = of_question[group["question"]]
+        for i, (answer, right) in enumerate(zip(group["answers"], rows.right)):
+            of_sample = {"data": name, "line": line, "sample": i, "answer": answer or ""}
+            plain = plain_text(answer or "")
+            of_sample["right"] = right
+            of_sample["text"] = [
+                int(bool(answer) and plain == plain_text(each)) for each in group["references"]
+            ]
+            of_sample["cer"] = rho[row_of[answer]].tolist() if answer else zeros
+            P = log_references[:, columns[i]].exp().tolist() if i in columns else zeros
+            of_sample["verifree"] = P
+            of_sample["exact"] = [int(answer == each) for each in group["references"]]
+            overlaps = [f1(words(answer or ""), words(each)) for each in group["references"]]
+            of_sample["overlap"] = overlaps
+            if answer:
+                of_sample["columns"] = len(columns)
+                of_sample["spread"] = 1 / (posterior[row_of[answer]] ** 2).sum().item()
+            yield of_sample
+
+
+def finite(rows):
+    """null, as JSON has -inf, to -inf."""
+    return [[-math.inf if x is None else x for x in row] for row in rows]
+
+
+def written(value):
+    if isinstance(value, list):
+        return " ".join(f"{x:.4g}" for x in value)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+
+
+# -------------------------------------------------------------------------------------- the numbers
+
+NAMES = "cer", "verifree", "exact", "text", "overlap", "overlap+cer"
+
+
+def read_csv(path):
+    """-> a DataFrame whose rewards are lists over the references, without the questions that were
+    left out or not graded."""
+    samples = pandas.read_csv(path, keep_default_na=False)
+    for name in "cer", "verifree", "exact", "text", "overlap":
+        samples[name] = samples[name].astype(str).str.split().map(lambda xs: [float(x) for x in xs])
+    samples = samples[samples.right.astype(str) != ""]
+    right = samples.right.astype(str).map({"True": True, "False": False, "1": True, "0": False})
+    return samples.assign(right=right, answered=samples.answer != "")
+
+
+def with_rewards(samples, which):
+    """One number a reward: of the first reference, of one reference (its index), or of all."""
+    of_all = {"cer": sum, "verifree": sum, "exact": max, "text": max, "overlap": max}
+    frame = samples[["data", "line", "answer", "right", "answered"]].copy()
+    for name, over in of_all.items():
+        frame[name] = samples[name].map(over if which == "all" else lambda xs: xs[which])
+    frame["overlap+cer"] = (frame.overlap + frame.cer) / 2
+    return frame.set_index("line")
+
+
+def tell(samples):
+    """Print question 1 for one data set."""
+    groups = samples.groupby("line")
+    shares = samples[["answered", "right"]].mean().round(3).to_dict()
+    verbatim = samples.exact.map(max).mean()
+    graded = samples[samples.answered]
+    by_text = graded.text.map(max) == 1
+    agree = (graded.right == by_text).mean()
+    print(
+        f"{len(groups)} questions, {len(samples)} samples: {shares}, verbatim {verbatim:.3f}, "
+        f"equal as text {samples.text.map(max).mean():.3f}"
+    )
+    print(f"the truth and `text` agree on {agree:.3f} of the {len(graded)} answered samples")
+    tables = {}
+    for which in (0, "all"):
+        frame = with_rewards(samples, which)
+        both, table = judge_rewards(frame, list(NAMES))
+        best = frame.groupby(level=0)[list(NAMES)].max()
+        table["median of best"], table["groups < 1e-4"] = best.median(), (best < RARE).mean()
+        table["groups equal"] = table["groups, equal"] / len(groups)
+        by_line = dict(list(frame[frame.answered].groupby(level=0)))
+        aucs, pairs = [], 0
+        for group in by_line.values():
+            right, wrong = (group[group.right == x][list(NAMES)] for x in (True, False))
+            if len(right) and len(wrong):
+                aucs.append(auc(right, wrong))
+                pairs += len(right) * len(wrong)
+        aucs = numpy.array(aucs)
+        tables[which] = aucs
+        title = "one reference (the first)" if which == 0 else "all references"
+        print(f"\n{title}: {both} questions with right and wrong answers, {pairs} pairs")
+        shown = table[[c for c in table if "groups," not in c and "nothing" not in c]]
+        print(shown.round(3).to_string())
+        differences = aucs[:, :1] - aucs[:, 1:]
+        say_differences("AUC: cer minus", NAMES[1:], differences)
+    say_differences("AUC: all minus one reference,", NAMES, tables["all"] - tables[0])
+
+
+def say_differences(title, names, differences):
+    of = interval("d", differences, lambda drawn: drawn.mean(-2))
+    for name, *numbers_ in zip(names, of["d"], of["d, low"], of["d, high"]):
+        print(f"{title} {name}: {numbers_[0]:.3f} ({numbers_[1]:.3f} to {numbers_[2]:.3f})")
+
+
+def wordings(samples):
+    """Print question 2: how much the wording of the reference matters."""
+    differ, pairs, ratios, questions = 0, 0, [], 0
+    for _, group in samples[samples.answered].groupby("line"):
+        distinct = numpy.array(group.drop_duplicates("answer").cer.tolist())  # [U, K]
+        best = distinct.max(0)
+        if len(best) < 2 or len(distinct) < 2:
+            continue
+        questions += 1
+        ratios.append(best.min() / best.max())
+        for k in range(len(best)):
+            for other in range(k):
+                x, y = distinct[:, k], distinct[:, other]
+                order = numpy.sign(x[:, None] - x) * numpy.sign(y[:, None] - y)
+                pairs += len(x) * (len(x) - 1) // 2
+                differ += int((order < 0).sum()) // 2
+    print(
+        f"two wordings order {differ} of {pairs} pairs of answers differently, {questions} questions"
+    )
+    low, middle, high = numpy.quantile(ratios, [0.25, 0.5, 0.75])
+    print(
+        f"the largest reward under the rarest wording over that under the likeliest: median "
+        f"{middle:.3f}, quartiles {low:.3f} and {high:.3f}"
+    )
+
+
+def beyond_P(samples):
+    """Print question 3: where CER differs from P, and who is right there."""
+    for which in (0, "all"):
+        frame = with_rewards(samples, which)
+        frame = frame[frame.answered]
+        near = ((frame.cer / frame.verifree.clip(lower=1e-30) - 1).abs() < 0.12).mean()
+        print(f"reference {which}: R is within 12% of P for {near:.3f} of {len(frame)} samples")
+        count = {"cer": 0, "verifree": 0}
+        for _, group in frame.groupby(level=0):
+            right, wrong = (group[group.right == x] for x in (True, False))
+            cer_ = numpy.sign(right.cer.to_numpy()[:, None] - wrong.cer.to_numpy())
+            P = numpy.sign(right.verifree.to_numpy()[:, None] - wrong.verifree.to_numpy())
+            count["cer"] += int(((cer_ > 0) & (P <= 0)).sum())
+            count["verifree"] += int(((P > 0) & (cer_ <= 0)).sum())
+        print(f"  of the pairs that they order differently each is right in {count}")
+    answered = samples[samples.answered]
+    spread, columns = (answered[name].astype(float) for name in ("spread", "columns"))
+    print(f"a posterior spreads over {spread.mean():.2f} of {columns.mean():.2f} columns")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -49,11 +235,30 @@ def main():
     make.add_argument("file", type=Path)
     make.add_argument("--lines", required=True, help="which lines, from 0, such as 3,5,100-399")
     make.add_argument("--out", type=Path, required=True)
+    to_csv = commands.add_parser("csv", help="print a line for each sample of judge.py")
+    to_csv.add_argument("directory", type=Path)
+    to_csv.add_argument("--name", required=True)
+    to_csv.add_argument("--lines", required=True, help="as for rows")
+    to_csv.add_argument("--by", required=True, help="whose grades")
+    numbers_of = commands.add_parser("table", help="print the numbers of the section")
+    numbers_of.add_argument("file", type=Path)
     args = parser.parse_args()
-    lines = [json.loads(line) for line in args.file.open()]
-    lines = [lines[k] for k in numbers(args.lines)]
-    args.out.write_text("".join(json.dumps(row) + "\n" for row in rows(lines)))
-    print(f"{args.out}: {len(lines)} rows")
+    if args.command == "rows":
+        lines = [json.loads(line) for line in args.file.open()]
+        made = rows([lines[k] for k in numbers(args.lines)])
+        args.out.write_text("".join(json.dumps(row) + "\n" for row in made))
+        print(f"{args.out}: {len(made)} rows")
+    elif args.command == "csv":
+        lines = sample_lines(args.directory, args.name, args.lines, args.by)
+        table = pandas.DataFrame({k: written(x) for k, x in line.items()} for line in lines)
+        table.to_csv(sys.stdout, index=False)
+    else:
+        samples = read_csv(args.file)
+        for name, of_data in samples.groupby("data", sort=False):
+            print(f"\n==== {name}")
+            for part in tell, wordings, beyond_P:
+                part(of_data)
+                print()
 
 
 if __name__ == "__main__":
