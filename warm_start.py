@@ -13,7 +13,7 @@ import shutil
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import check_sampling, load
+from engine.load import check_sampling, export, load
 from engine.supervised import finetune
 from engine.tokens import split_answer, vocabulary
 from runtime import cli
@@ -61,8 +61,7 @@ def save(model, tokenizer, out):
     partial = out / "partial"
     try:
         with cli.as_input_error(f"cannot save {out}"):
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+            export(model, tokenizer, partial)
             os.sync()
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             path.rename(out / path.name)  # config.json last, without which this is no model

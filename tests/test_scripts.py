@@ -24,6 +24,11 @@ from tasks.data import in_epochs, load_problems
 from tasks.verifiers import verify
 
 
+def is_for_transformers_4(directory):
+    """Its files are those of engine.load.export."""
+    return json.loads((directory / "config.json").read_text())["rope_theta"] == 10_000
+
+
 def test_what_a_run_writes(finished_run, toy_model_dir):
     lines, samples, questions, held_out = (read_rows(finished_run / name) for name in LOGS)
     assert [line["step"] for line in lines if "pass_at_1" in line] == [0, 2, 4]
@@ -45,6 +50,7 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
     for started, halfway, trained in zip(*weights):
         assert (started != halfway).any() and (halfway != trained).any()
     assert AutoTokenizer.from_pretrained(models[2]).chat_template
+    assert all(is_for_transformers_4(model) for model in models)
 
 
 @pytest.mark.parametrize("reward", sorted(REWARDS.keys() - {"cer"}))
@@ -246,6 +252,7 @@ def test_a_supervised_start(script, toy_model_dir, monkeypatch):
     assert code == 0 and "judge.py --model warm " in stdout, err
     assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
     AutoModelForCausalLM.from_pretrained("warm")
+    assert is_for_transformers_4(Path("warm"))
 
 
 # ---------------------------------------------------------------------------------------- bad input
