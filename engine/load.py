@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine.sampling import sampling_config
 from engine.tokens import vocabulary
@@ -65,9 +66,15 @@ def rms_norm(norm, x):
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
+IS_ADAPTER = """it is an adapter (LoRA), not a model; merge it first, and save its tokenizer there, too: \
+AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIRECTORY)"""
+
+
 def from_pretrained(auto_class, name_or_dir, **options):
     expected = "an id on the hub, or a directory such as RUN/checkpoints/step-K"
     with as_input_error(f"cannot load the model {name_or_dir}, expected {expected}"):
+        # Where peft is installed, the library would add the adapter to its base model, frozen.
+        require(not find_adapter_config_file(str(name_or_dir)), IS_ADAPTER)
         return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
 
 

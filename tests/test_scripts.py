@@ -265,6 +265,7 @@ FILES = {
     "old/config.json": '{"flags": {"reward": "cer", "steps": 4}}',
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
     "surrogate.jsonl": '{"question": "Q?", "solution": "\\ud800 \\\\boxed{7}"}',
+    "adapter/adapter_config.json": '{"peft_type": "LORA"}',
     "control.jsonl": '{"question": "How many<eos>?", "answer": "7"}',
 }
 FLAGS_OF = {
@@ -282,6 +283,8 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
+    (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.*; merge it"),
+    (evaluate, "--model adapter", r"it is an adapter .*AutoPeftModelForCausalLM"),
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (train, "--dataset control.jsonl", r"no question is left; 1 of 1 questions have a control"),
