@@ -6,6 +6,8 @@ The sampler is the one used in training. By default its settings are the paper's
 temperature 0.6, top-p 0.95, top-k 20.
 """
 
+from runtime import cli  # isort: split
+
 import json
 
 import pandas
@@ -14,7 +16,6 @@ import torch.distributed as dist
 from engine.load import DTYPES, check_sampling, load
 from reward_functions import judge
 from rollout import sample
-from runtime import cli
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record

@@ -10,13 +10,14 @@ grades.jsonl of the first directory, and a second start goes on where the first 
 that the other directories have are used, too.
 """
 
+from runtime import cli  # isort: split
+
 import random
 from pathlib import Path
 
 import pandas
 from report import say_judgement, say_pass_at_1
 
-from runtime import cli
 from runtime.files import append_rows, read_rows, references_of
 from tasks.verifiers import plain_text
 

@@ -14,6 +14,8 @@ AUC asks for the order within a question. Aim asks for sizes too: a reward that 
 questions may order their samples well, and yet only the few others decide the update.
 """
 
+from runtime import cli  # isort: split
+
 import math
 
 import numpy
@@ -26,7 +28,6 @@ from engine.load import DTYPES, check_sampling, load
 from reward_functions import REWARDS, judge, rewards
 from rloo import leave_one_out
 from rollout import sample
-from runtime import cli
 from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RARE, TINY, brief, group_record

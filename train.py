@@ -7,6 +7,8 @@
 main() is the method. Below it stand its parts, and the flags.
 """
 
+from runtime import cli  # isort: split
+
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +21,6 @@ from evaluate import evaluate
 from reward_functions import REWARDS, judge, rewards
 from rloo import leave_one_out, update
 from rollout import sample
-from runtime import cli
 from runtime.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from runtime.files import read_config
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything

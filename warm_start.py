@@ -7,6 +7,8 @@ Each row of the file has a `question` (or `problem`) and a `solution` that ends 
 you would like the model to write it. Twenty rows can be enough.
 """
 
+from runtime import cli  # isort: split
+
 import os
 import shutil
 
@@ -16,7 +18,6 @@ from cer import check_scoring
 from engine.load import check_sampling, export, load
 from engine.supervised import finetune
 from engine.tokens import split_answer, vocabulary
-from runtime import cli
 from runtime.files import read_rows
 from runtime.ranks import init_ranks, open_run_directory
 from tasks.data import in_epochs, to_problem

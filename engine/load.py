@@ -66,7 +66,7 @@ def rms_norm(norm, x):
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-IS_ADAPTER = """it is an adapter (LoRA), not a model; merge it first, and save its tokenizer there, too: \
+IS_ADAPTER = """it is an adapter (LoRA), not a model; merge it first, and save its tokenizer, too: \
 AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIRECTORY)"""
 
 

@@ -6,6 +6,9 @@ A row of a data set may name its verifier. To add your own, write a function
 as wrong, and the run goes on. What has to see the question belongs in MODELS.
 """
 
+# First, because runtime/__init__.py says what sympy computes with, before sympy is imported.
+from runtime.cli import message_of, require, say  # isort: split
+
 import collections
 import functools
 import logging
@@ -16,7 +19,6 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
-from runtime.cli import message_of, require, say
 from tasks import toy
 
 # math-verify with the settings of the paper's authors. Its time limit is 5 seconds.

@@ -283,7 +283,11 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
-    (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.*; merge it"),
+    (
+        train,
+        "--model adapter",
+        r"cannot load the model adapter, .*it is an adapter .LoRA.*; merge it",
+    ),
     (evaluate, "--model adapter", r"it is an adapter .*AutoPeftModelForCausalLM"),
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
