@@ -18,7 +18,7 @@ from reward_functions import judge
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
-from runtime.report import group_record
+from runtime.report import group_record, say_long_verdicts
 from tasks.data import HUB, TOY, load_problems, to_problem
 from tasks.prompts import usable_prompts
 from tasks.verifiers import VERIFIERS
@@ -42,6 +42,7 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     records = all_gather(
         [group_record(each, index=rank + world * k) for k, each in enumerate(judged)]
     )
+    say_long_verdicts()
     records.sort(key=lambda record: record["index"])
     samples = pandas.DataFrame(records).explode(["answers", "right", "truncated", "tokens"])
     verbatim = [

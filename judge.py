@@ -30,7 +30,7 @@ from rloo import leave_one_out
 from rollout import sample
 from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
-from runtime.report import RARE, TINY, brief, group_record
+from runtime.report import RARE, TINY, brief, group_record, say_long_verdicts
 from tasks.data import HUB, TOY, load_problems
 from tasks.prompts import usable_prompts
 from tasks.verifiers import VERIFIERS
@@ -204,6 +204,7 @@ def main():
         mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
         rows += all_gather(sample_and_judge(actor, tokenizer, mine, names, args) if mine else [])
         append_rows(path, rows[start:])
+        say_long_verdicts()
     if cli.is_rank_0():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)

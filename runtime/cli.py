@@ -3,6 +3,7 @@ import torch."""
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -50,6 +51,11 @@ def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
     be used and a GPU out of memory become one line on stderr and exit code 2. So does Ctrl-C, with
     130, unless main() handles it."""
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # what a terminal cannot print is spelled as in \u03c0
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     if not is_rank_0():

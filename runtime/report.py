@@ -14,6 +14,7 @@ import transformers
 from runtime.cli import is_rank_0, say
 from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather
+from tasks.verifiers import LONG
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 TINY = 1e-6  # rewards below this teach next to nothing
@@ -46,6 +47,16 @@ def group_metrics(judged, R, A):
     if judged.right is not None:
         numbers["right"] = judged.right.float().mean().item()
     return numbers
+
+
+def say_long_verdicts():
+    """Say on how many answers verifiers have spent long since the last call. All ranks call it."""
+    seconds = all_gather(LONG)
+    LONG.clear()
+    if seconds:
+        count = f"{len(seconds)}, in all {sum(seconds):.0f} s"
+        limit = "what math-verify does not decide in 5 s counts as wrong"
+        say(f"answers that took a verifier 5 s or more: {count} ({limit})")
 
 
 def means(described):
@@ -207,6 +218,7 @@ class RunLog:
         ]
         append_rows(self.out / "samples.jsonl", kept)
         self.say_step(line)
+        say_long_verdicts()
         self.warn(line)
 
     def say_step(self, line):

@@ -13,6 +13,7 @@ import collections
 import functools
 import logging
 import re
+import time
 import unicodedata
 
 from latex2sympy2_extended import NormalizationConfig
@@ -99,14 +100,20 @@ def verify(pairs, ask=None):
 
 
 FAILED = set()  # the programs whose first error has been printed
+LONG = []  # the seconds of each verdict that took 5 or more, such as math-verify's time-outs
 
 
 def by_program(name, pairs):
     """What a program of PROGRAMS decides about each pair."""
-    return [
-        any(accepts(name, problem, reference, answer) for reference in problem.references)
-        for problem, answer in pairs
-    ]
+    verdicts = []
+    for problem, answer in pairs:
+        start = time.perf_counter()
+        verdicts.append(
+            any(accepts(name, problem, reference, answer) for reference in problem.references)
+        )
+        if (seconds := time.perf_counter() - start) >= 5:
+            LONG.append(seconds)
+    return verdicts
 
 
 def accepts(name, problem, reference, answer):

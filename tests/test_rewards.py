@@ -16,6 +16,7 @@ from one_file import log_pi
 from engine.tokens import split_answer
 from reward_functions import REWARDS, Reward, judge, rewards
 from runtime.cli import InputError
+from runtime.report import say_long_verdicts
 from tasks import data, general_verifier, toy
 from tasks.verifiers import PROGRAMS, verify
 
@@ -64,6 +65,16 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     assert rewards("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
+
+
+def test_a_time_out_is_wrong_and_is_said(capsys):
+    """math-verify's, after 5 seconds."""
+    problem = data.Problem("How many?", "7", "math")
+    assert verify([(problem, "(10^{10})!"), (problem, "7")]) == [False, True]
+    say_long_verdicts()
+    say_long_verdicts()
+    said = "answers that took a verifier 5 s or more: 1, in all 5 s"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 # ------------------------------------------------------------------------ all of them by definition

@@ -1,6 +1,7 @@
 """The scripts as a user runs them; in this process, so that torch is imported once."""
 
 import functools
+import itertools
 import json
 import re
 import sys
@@ -13,13 +14,14 @@ from conftest import LOGS, summary_of, written_by
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 import evaluate
+import judge
 import plot
 import train
 import warm_start
 from engine.tokens import split_answer
 from reward_functions import REWARDS
 from runtime.files import lock, read_rows, to_jsonl
-from tasks import general_verifier
+from tasks import general_verifier, verifiers
 from tasks.data import in_epochs, load_problems
 from tasks.verifiers import verify
 
@@ -125,6 +127,20 @@ def test_an_epoch_shows_every_problem_once():
     shown = in_epochs(range(6), 15, seed=0)
     assert sorted(shown[:6]) == sorted(shown[6:12]) == list(range(6)) and shown[:6] != shown[6:12]
     assert len(shown) == 15 and shown == in_epochs(range(6), 30, seed=0)[:15]
+
+
+def test_every_script_says_how_many_answers_took_long(script, monkeypatch, quick, toy_model_dir):
+    """By a clock that goes on by 6 s between any two looks at it."""
+    monkeypatch.setattr(verifiers, "time", mock.Mock(perf_counter=itertools.count(0, 6).__next__))
+    of_model = f"--model {toy_model_dir} --dataset toy-test --limit 2 --max-new-tokens 24"
+    runs = [  # of the training, two evaluations and two steps
+        (train, f"{quick} --reward rule", 4),
+        (evaluate, f"{of_model} --runs 2", 1),
+        (judge, f"{of_model} --samples 2", 1),
+    ]
+    for module, flags, times in runs:
+        code, _, err = script(module, f"{flags} --out {module.__name__}")
+        assert code == 0 and err.count("answers that took a verifier 5 s or more: ") == times, err
 
 
 # ------------------------------------------------------------------------------------------- resume
