@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from torch.distributed.checkpoint import hf_storage
 
 import evaluate
 import judge
@@ -55,6 +56,13 @@ def test_ctrl_c_in_a_script_is_one_line(script, monkeypatch, module):
     data = "--data" if module is warm_start else "--verifier text --dataset"
     code, out, err = script(module, f"--model x --out run {data} one.jsonl")
     assert (code, out, err) == (130, "", f"{Path(module.__file__).name}: stopped by Ctrl-C\n")
+
+
+def test_ctrl_c_while_a_checkpoint_is_loaded_is_one_line(script, monkeypatch, stopped_run):
+    stop = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(hf_storage.HuggingFaceStorageReader, "read_data", stop)
+    code, _, err = script(train, "--out run --resume")
+    assert code == 130 and err.splitlines()[-1] == "train.py: stopped by Ctrl-C", err
 
 
 # ------------------------------------------------------------------ terminals, files, other systems
