@@ -108,7 +108,7 @@ def score(model, tokenizer, prompt, completions, reference, M=None):
     wrong. Raises ValueError for inputs of another form.
     """
     references = [reference] if isinstance(reference, str) else reference
-    check_inputs(prompt, completions, references, M)
+    check_inputs(tokenizer, prompt, completions, references, M)
     vocab = vocabulary(tokenizer)
     # Two texts that the tokenizer makes one (é has two codes in Unicode) are one reference. Counted
     # twice, P could exceed 1.
@@ -138,13 +138,18 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     return scores.cer(), scores
 
 
-def check_inputs(prompt, completions, references, M):
+def check_inputs(tokenizer, prompt, completions, references, M):
     """Raise ValueError for what would give a wrong reward without an error."""
     rows = [prompt, *completions] if isinstance(completions, list) else [completions]
     if not all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in rows):
         raise ValueError("expected lists of token ids: .tolist(), or return_dict=False")
     if prompt and completions and all(ids[: len(prompt)] == prompt for ids in completions):
         raise ValueError("the completions begin with the prompt: pass ids[len(prompt):]")
+    # A solution is scored after all that is on its left. Padding on the right is never read.
+    padding = tokenizer.pad_token_id
+    padded = any(ids[:1] == [padding] and {*ids} > {padding} for ids in (prompt, *completions))
+    if padded and padding != tokenizer.bos_token_id:
+        raise ValueError("prompt or completions are padded on the left: pass them without padding")
     is_list = isinstance(references, (list, tuple)) and references
     if not is_list or not all(isinstance(each, str) for each in references):
         raise ValueError(f"the reference must be a string, or a list of some, got {references!r}")
@@ -183,12 +188,13 @@ def answer_logprobs(model, tokenizer, contexts, answers):
     Raises ValueError for another implementation of attention than sdpa, training mode, an empty
     context, or an unsupported tokenizer.
     """
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # PEFT: the same modules, adapters included
+    model = unwrapped(model)
     if model.config._attn_implementation != "sdpa":
         raise ValueError('scoring needs a model with attn_implementation="sdpa"')
     if model.training:
         raise ValueError("scoring needs a model in eval mode: call model.eval()")
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):
+        raise ValueError("scoring needs whole weights, not shards (FSDP): use a plain copy")
     if not all(contexts):
         raise ValueError("a context needs at least one token")
     vocab = vocabulary(tokenizer)
@@ -210,6 +216,14 @@ def answer_logprobs(model, tokenizer, contexts, answers):
                 log_pi = log_finished(model.lm_head, states, way)  # [n]
                 scores[row, columns] = scores[row, columns].logaddexp(log_pi)  # both spellings
     return scores
+
+
+def unwrapped(model):
+    """The Hugging Face model in DistributedDataParallel or PEFT. The modules are the same, adapters
+    included."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class Spelling(NamedTuple):
@@ -329,7 +343,7 @@ def next_token_logprobs(lm_head, states):
 def check_scoring(model, tokenizer):
     """Raise ValueError if answer_logprobs would be wrong for this model. It compares what scoring
     computes in parts (a cache, several answers in one row, lm_head) with plain forward passes."""
-    vocab = vocabulary(tokenizer)
+    model, vocab = unwrapped(model), vocabulary(tokenizer)
     contexts = [vocab.encode(text) for text in (r"so \boxed", r"that is why it must be \boxed")]
     answers = [vocab.encode(text) for text in ("{14 eggs", r"{\frac{1}{2}")]
     lengths, last, cache = read_contexts(model, contexts)

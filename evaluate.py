@@ -6,6 +6,8 @@ The sampler is the one used in training. By default its settings are the paper's
 temperature 0.6, top-p 0.95, top-k 20.
 """
 
+from runtime import cli  # isort: split
+
 import json
 
 import pandas
@@ -14,13 +16,12 @@ import torch.distributed as dist
 from engine.load import DTYPES, check_sampling, load
 from reward_functions import judge
 from rollout import sample
-from runtime import cli
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record
 from tasks.data import HUB, TOY, load_problems, to_problem
 from tasks.prompts import usable_prompts
-from tasks.verifiers import VERIFIERS
+from tasks.verifiers import VERIFIERS, say_long_verdicts
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
@@ -41,6 +42,7 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     records = all_gather(
         [group_record(each, index=rank + world * k) for k, each in enumerate(judged)]
     )
+    say_long_verdicts()
     records.sort(key=lambda record: record["index"])
     samples = pandas.DataFrame(records).explode(["answers", "right", "truncated", "tokens"])
     verbatim = [

@@ -12,6 +12,8 @@ a second start goes on. A model is asked about the same answers, so you can see 
 with it before you let it grade the rest.
 """
 
+from runtime import cli  # isort: split
+
 import contextlib
 import math
 import random
@@ -22,7 +24,6 @@ import torch.distributed as dist
 
 from engine.load import load
 from judge import say_judgement
-from runtime import cli
 from runtime.files import append_rows, lock, read_rows
 from runtime.ranks import all_gather, init_ranks
 from runtime.report import brief

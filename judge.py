@@ -14,6 +14,8 @@ AUC asks for the order within a question. Aim asks for sizes too: a reward that 
 questions may order their samples well, and yet only the few others decide the update.
 """
 
+from runtime import cli  # isort: split
+
 import math
 
 import numpy
@@ -26,13 +28,12 @@ from engine.load import DTYPES, check_sampling, load
 from reward_functions import REWARDS, judge, rewards
 from rloo import leave_one_out
 from rollout import sample
-from runtime import cli
 from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RARE, TINY, brief, group_record
 from tasks.data import HUB, TOY, load_problems
 from tasks.prompts import usable_prompts
-from tasks.verifiers import VERIFIERS
+from tasks.verifiers import VERIFIERS, say_long_verdicts
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer"
@@ -203,6 +204,7 @@ def main():
         mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
         rows += all_gather(sample_and_judge(actor, tokenizer, mine, names, args) if mine else [])
         append_rows(path, rows[start:])
+        say_long_verdicts()
     if cli.is_rank_0():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)

@@ -8,6 +8,8 @@ group in samples.jsonl; 0 is the first and -1 the last. Figures are SVG unless -
 ending.
 """
 
+from runtime.cli import Parser, require, run_script  # isort: split
+
 import math
 import re
 from pathlib import Path
@@ -20,7 +22,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 
-from runtime.cli import Parser, require, run_script
 from runtime.files import read_config, read_rows
 
 matplotlib.rcParams |= {

@@ -7,6 +7,8 @@
 main() is the method. Below it stand its parts, and the flags.
 """
 
+from runtime import cli  # isort: split
+
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +21,6 @@ from evaluate import evaluate
 from reward_functions import REWARDS, judge, rewards
 from rloo import leave_one_out, update
 from rollout import sample
-from runtime import cli
 from runtime.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from runtime.files import read_config
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
@@ -27,7 +28,7 @@ from runtime.report import RunLog
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
 from tasks.prompts import usable_prompts
-from tasks.verifiers import VERIFIERS
+from tasks.verifiers import VERIFIERS, say_long_verdicts
 
 
 def main():
@@ -112,6 +113,7 @@ def main():
         last, stopping = step == last_step, stop.after(grad_norm)
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
         log.step(step, judged, R, A, numbers)
+        say_long_verdicts()
         evaluating = held_out and (last or (step % args.eval_every == 0 and not stopping))
         if last or stopping or evaluating or step % args.save_every == 0:
             save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)

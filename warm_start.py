@@ -7,16 +7,17 @@ Each row of the file has a `question` (or `problem`) and a `solution` that ends 
 you would like the model to write it. Twenty rows can be enough.
 """
 
+from runtime import cli  # isort: split
+
 import os
 import shutil
 
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import check_sampling, load
+from engine.load import check_sampling, export, load
 from engine.supervised import finetune
 from engine.tokens import split_answer, vocabulary
-from runtime import cli
 from runtime.files import read_rows
 from runtime.ranks import init_ranks, open_run_directory
 from tasks.data import in_epochs, to_problem
@@ -61,8 +62,7 @@ def save(model, tokenizer, out):
     partial = out / "partial"
     try:
         with cli.as_input_error(f"cannot save {out}"):
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+            export(model, tokenizer, partial)
             os.sync()
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             path.rename(out / path.name)  # config.json last, without which this is no model

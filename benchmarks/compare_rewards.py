@@ -132,8 +132,7 @@ def warm_start(directory, model, steps=60):
 
     stop = tokenizer.eos_token_id
     finetune(model.float().train(), pairs(), steps, batch=24, lr=1e-4, stop=stop)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    load.export(model, tokenizer, directory)
 
 
 # ------------------------------------------------------------------------------------------ one run

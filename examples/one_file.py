@@ -50,9 +50,9 @@ def sample(model, tokenizer, prompt):
 def token_bytes(tokenizer):
     """The bytes of every token. (The tokenizer stores each byte as a printable character.)"""
     byte = {character: number for number, character in bytes_to_unicode().items()}
-    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    tokens = tokenizer.convert_ids_to_tokens(range(1 + max(tokenizer.get_vocab().values())))
     special = tokenizer.all_special_tokens
-    return [b"" if token in special else bytes(byte[c] for c in token) for token in tokens]
+    return [b"" if token in special else bytes(byte[c] for c in token or "") for token in tokens]
 
 
 def join(tokenizer, ids):

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from engine.load import export
 from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import checkpoints, read_config
 
@@ -71,8 +72,7 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
         writer = hf_storage.HuggingFaceStorageWriter(folder, file_of, save_distributed=True)
         dcp.save(state, storage_writer=writer)
         if is_rank_0():
-            actor.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+            export(actor, tokenizer, partial)
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
         last = ["none", *(path.name for _, path in checkpoints(out))][-1]
@@ -104,6 +104,8 @@ def load_checkpoint(out, policy, optimizer):
             require(there == all_, f"it holds {there:,} of the {all_:,} numbers of {name}")
         dcp.load(state, storage_reader=reader)
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
+        if reason(error) == "KeyboardInterrupt":  # dcp makes its own error of Ctrl-C, too
+            raise KeyboardInterrupt from error
         helps = f"restore its files and the run's --model, or remove {directory}"
         raise InputError(f"{directory}/training: {reason(error)}; {helps}") from error
     return step

@@ -3,8 +3,10 @@ import torch."""
 
 import argparse
 import contextlib
+import io
 import logging
 import os
+import signal
 import sys
 import textwrap
 import unicodedata
@@ -49,7 +51,11 @@ def message_of(error):
 
 def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
-    be used and a GPU out of memory become one line on stderr and exit code 2."""
+    be used and a GPU out of memory become one line on stderr and exit code 2. So does Ctrl-C, with
+    130, unless main() handles it."""
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not be UTF-8
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     if not is_rank_0():
@@ -59,6 +65,8 @@ def run_script(main):
     except BrokenPipeError:  # the reader of our output is gone, as under `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except KeyboardInterrupt:
+        end_by_ctrl_c()
     except (InputError, OSError) as error:
         message = str(error)
     except RuntimeError as error:
@@ -67,6 +75,25 @@ def run_script(main):
         message = f"{error}: use fewer tokens at a time (in train.py --microbatch-tokens)"
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def end_by_ctrl_c():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not print a traceback
+    if is_rank_0():
+        print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
+
+
+def excepthook(kind, error, traceback):
+    """What Python calls if nothing has caught an error. Importing torch takes seconds, in which
+    run_script has not been called yet."""
+    if kind is KeyboardInterrupt:
+        end_by_ctrl_c()
+    sys.__excepthook__(kind, error, traceback)
+
+
+if not hasattr(sys, "ps1"):  # an interactive session goes on after Ctrl-C
+    sys.excepthook = excepthook
 
 
 # -------------------------------------------------------------------------------------------- flags

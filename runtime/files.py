@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require
+from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
@@ -62,14 +62,14 @@ def write_atomically(path, text):
     rank 0 writes."""
     if is_rank_0():
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
 
 
 def append_rows(path, rows):
     """Append rows as lines of JSON. Only rank 0 writes."""
     if is_rank_0():
-        with open(path, "a") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(to_jsonl(rows))
 
 
@@ -82,13 +82,17 @@ def to_jsonl(rows):
 
 def lock(directory):
     """Make a directory, and lock it against other processes -> the open lock file. The lock ends
-    when this is closed, at the latest with the process."""
+    when this is closed, at the latest with the process. Where the file system has no locks, as some
+    NFS and Lustre, a line says so."""
     directory.mkdir(parents=True, exist_ok=True)
     file = open(directory / "lock", "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise InputError(f"{directory}: another process is writing to it") from error
+    except OSError as error:
+        problem = f"{directory} cannot be locked ({error.strerror})"
+        say(f"{problem}: start no other process that writes to it")
     return file
 
 
@@ -97,7 +101,7 @@ def read_config(run):
     config = Path(run).expanduser() / "config.json"
     require(config.is_file(), f"{run} is not a run: it has no config.json")
     with as_input_error(f"{config}: expected an object with flags"):
-        content = json.loads(config.read_text())
+        content = json.loads(config.read_text(encoding="utf-8"))
         return content | {"flags": dict(content["flags"])}
 
 

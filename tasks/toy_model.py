@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from engine.load import export
 from engine.supervised import finetune
 from runtime.cli import is_rank_0
 from tasks import toy
@@ -100,5 +101,4 @@ def warm_start(directory, seed, steps=900):
     model = build_model(tokenizer)
     pairs = (tokenizer(list(toy.demonstration(rng, train)))["input_ids"] for _ in itertools.count())
     finetune(model, pairs, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    export(model, tokenizer, directory)

@@ -6,17 +6,21 @@ A row of a data set may name its verifier. To add your own, write a function
 as wrong, and the run goes on. What has to see the question belongs in MODELS.
 """
 
+# First, because runtime/__init__.py says what sympy computes with, before sympy is imported.
+from runtime.cli import message_of, require, say  # isort: split
+
 import collections
 import functools
 import logging
 import re
+import time
 import unicodedata
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
-from runtime.cli import message_of, require, say
+from runtime.ranks import all_gather
 from tasks import toy
 
 # math-verify with the settings of the paper's authors. Its time limit is 5 seconds.
@@ -97,14 +101,20 @@ def verify(pairs, ask=None):
 
 
 FAILED = set()  # the programs whose first error has been printed
+LONG = []  # the seconds of each verdict that took 5 or more, such as math-verify's time-outs
 
 
 def by_program(name, pairs):
     """What a program of PROGRAMS decides about each pair."""
-    return [
-        any(accepts(name, problem, reference, answer) for reference in problem.references)
-        for problem, answer in pairs
-    ]
+    verdicts = []
+    for problem, answer in pairs:
+        start = time.perf_counter()
+        verdicts.append(
+            any(accepts(name, problem, reference, answer) for reference in problem.references)
+        )
+        if (seconds := time.perf_counter() - start) >= 5:
+            LONG.append(seconds)
+    return verdicts
 
 
 def accepts(name, problem, reference, answer):
@@ -119,3 +129,12 @@ def accepts(name, problem, reference, answer):
         return False
     require(isinstance(right, bool), f"the verifier {name!r} must return a bool, not {right!r:.80}")
     return right
+
+
+def say_long_verdicts():
+    """Say on how many answers verifiers have spent long since the last call. All ranks call it."""
+    seconds = all_gather(LONG)
+    LONG.clear()
+    if seconds:
+        limit = "what math-verify does not decide in 5 s counts as wrong"
+        say(f"{len(seconds)} answers took a verifier {sum(seconds):.0f} s ({limit})")

@@ -9,9 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import group_of, on_devices, tiny_model
 from one_file import log_pi, log_probs
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast
 
 import cer
@@ -50,8 +52,10 @@ def test_scores_equal_naive_full_forwards(device, tokenizer, family, tied):
     assert (fast - naive).abs().max() < 1e-4
 
 
-def test_scores_equal_naive_with_the_real_tokenizer(qwen_tokenizer):
-    model = tiny_model(151_936, hidden_size=16, num_hidden_layers=1)
+def test_scores_equal_naive_with_a_tokenizer_like_qwens(qwen_tokenizer):
+    """It merges braces. The embeddings have rows for which there are no tokens."""
+    rows = len(vocabulary(qwen_tokenizer).bytes) + 11
+    model = tiny_model(rows, hidden_size=16, num_hidden_layers=1)
     fast, naive = scores_of(model, qwen_tokenizer)
     assert (fast - naive).abs().max() < 1e-4
 
@@ -292,7 +296,7 @@ def test_a_reference_is_drawn_in_proportion_to_its_probability(tokenizer):
 
 def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
     group = group_of(tokenizer, [r"so \boxed{7}", r"\boxed{8}"], "7")
-    prompt, completions = group.prompt, group.completions
+    prompt, completions, padding = group.prompt, group.completions, tokenizer.pad_token_id
     whole = [prompt + ids for ids in completions]
     cases = [
         ((torch.tensor(prompt), completions, "7"), "lists of token ids"),
@@ -300,9 +304,24 @@ def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
         ((prompt, [[len(tokenizer)]], "7"), "not in the tokenizer's range"),
         *(((prompt, completions, bad), "must be a string, or") for bad in (7, ["7", 7], [], None)),
         ((prompt, completions, "7", 0), "M must be at least 1"),
+        *(((prompt, completions, bad), "a box, or has unmatched") for bad in (r"\boxed{7}", "7}")),
+        (([prompt], completions, "7"), "lists of token ids"),
+        (([padding] + prompt, completions, "7"), "padded on the left"),
+        ((prompt, [[padding] + ids for ids in whole], "7"), "padded on the left"),
     ]
     model = tiny_model(len(tokenizer))
     rewards(model, tokenizer, prompt, [whole[0], completions[1]], "7")  # one of them may
     for inputs, says in cases:
         with pytest.raises(ValueError, match=says):
             rewards(model, tokenizer, *inputs)
+
+
+def test_a_model_in_ddp_is_scored_as_it_is_and_shards_are_refused(tokenizer):
+    group, model = group_of(tokenizer, TEXTS, "7"), tiny_model(len(tokenizer))
+    inputs = tokenizer, group.prompt, group.completions, "7"
+    wrapped = torch.nn.parallel.DistributedDataParallel(model).eval()
+    cer.check_scoring(wrapped, tokenizer)
+    assert torch.equal(rewards(wrapped, *inputs)[0], rewards(model, *inputs)[0])
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="needs whole weights"):
+        rewards(model, *inputs)

@@ -5,16 +5,18 @@ import random
 import re
 import string
 from collections import Counter
+from hashlib import sha256
 from unittest import mock
 
 import pytest
 import torch
-from conftest import group_of, tiny_model
+from conftest import SHARED, group_of, tiny_model
 from one_file import log_pi
 
 from engine.tokens import split_answer
 from reward_functions import REWARDS, Reward, judge, rewards
 from runtime.cli import InputError
+from runtime.report import say_long_verdicts
 from tasks import data, general_verifier, toy
 from tasks.verifiers import PROGRAMS, verify
 
@@ -63,6 +65,16 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     assert rewards("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
+
+
+def test_a_time_out_is_wrong_and_is_said(capsys):
+    """math-verify's, after 5 seconds."""
+    problem = data.Problem("How many?", "7", "math")
+    assert verify([(problem, "(10^{10})!"), (problem, "7")]) == [False, True]
+    say_long_verdicts()
+    say_long_verdicts()
+    said = "answers that took a verifier 5 s or more: 1, in all 5 s"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 # ------------------------------------------------------------------------ all of them by definition
@@ -163,9 +175,13 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
 # --------------------------------------------------------------------------------- General-verifier
 
 
-def test_the_verifier_is_asked_in_the_words_it_was_trained_on(shared_data):
-    words = (shared_data.parent / "general_verifier_prompt.txt").read_text().rstrip("\n")
-    assert general_verifier.VERIFIER_PROMPT == words
+def test_the_verifier_is_asked_in_the_words_it_was_trained_on():
+    """Those on its page on the hub, by their digest. Where a copy is there, it is compared."""
+    prompt, copy = general_verifier.VERIFIER_PROMPT, SHARED / "general_verifier_prompt.txt"
+    assert sha256(prompt.encode()).hexdigest() == (
+        "c9a087e0f1e2f1ad699d77a37ffd804a5db05e4d1db14fee265a21ec4f6b33c1"
+    )
+    assert not copy.exists() or prompt == copy.read_text().rstrip("\n")
 
 
 DECISIONS = {

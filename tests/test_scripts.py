@@ -1,6 +1,7 @@
 """The scripts as a user runs them; in this process, so that torch is imported once."""
 
 import functools
+import itertools
 import json
 import re
 import sys
@@ -13,15 +14,21 @@ from conftest import LOGS, summary_of, written_by
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 import evaluate
+import judge
 import plot
 import train
 import warm_start
 from engine.tokens import split_answer
 from reward_functions import REWARDS
 from runtime.files import lock, read_rows, to_jsonl
-from tasks import general_verifier
+from tasks import general_verifier, verifiers
 from tasks.data import in_epochs, load_problems
 from tasks.verifiers import verify
+
+
+def is_for_transformers_4(directory):
+    """Its files are those of engine.load.export."""
+    return json.loads((directory / "config.json").read_text())["rope_theta"] == 10_000
 
 
 def test_what_a_run_writes(finished_run, toy_model_dir):
@@ -45,6 +52,7 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
     for started, halfway, trained in zip(*weights):
         assert (started != halfway).any() and (halfway != trained).any()
     assert AutoTokenizer.from_pretrained(models[2]).chat_template
+    assert all(is_for_transformers_4(model) for model in models)
 
 
 @pytest.mark.parametrize("reward", sorted(REWARDS.keys() - {"cer"}))
@@ -119,6 +127,20 @@ def test_an_epoch_shows_every_problem_once():
     shown = in_epochs(range(6), 15, seed=0)
     assert sorted(shown[:6]) == sorted(shown[6:12]) == list(range(6)) and shown[:6] != shown[6:12]
     assert len(shown) == 15 and shown == in_epochs(range(6), 30, seed=0)[:15]
+
+
+def test_every_script_says_how_many_answers_took_long(script, monkeypatch, quick, toy_model_dir):
+    """By a clock that goes on by 6 s between any two looks at it."""
+    monkeypatch.setattr(verifiers, "time", mock.Mock(perf_counter=itertools.count(0, 6).__next__))
+    of_model = f"--model {toy_model_dir} --dataset toy-test --limit 2 --max-new-tokens 24"
+    runs = [  # of the training, two evaluations and two steps
+        (train, f"{quick} --reward rule", 4),
+        (evaluate, f"{of_model} --runs 2", 1),
+        (judge, f"{of_model} --samples 2", 1),
+    ]
+    for module, flags, times in runs:
+        code, _, err = script(module, f"{flags} --out {module.__name__}")
+        assert code == 0 and err.count("answers that took a verifier 5 s or more: ") == times, err
 
 
 # ------------------------------------------------------------------------------------------- resume
@@ -246,6 +268,7 @@ def test_a_supervised_start(script, toy_model_dir, monkeypatch):
     assert code == 0 and "judge.py --model warm " in stdout, err
     assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
     AutoModelForCausalLM.from_pretrained("warm")
+    assert is_for_transformers_4(Path("warm"))
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -258,6 +281,7 @@ FILES = {
     "old/config.json": '{"flags": {"reward": "cer", "steps": 4}}',
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
     "surrogate.jsonl": '{"question": "Q?", "solution": "\\ud800 \\\\boxed{7}"}',
+    "adapter/adapter_config.json": '{"peft_type": "LORA"}',
     "control.jsonl": '{"question": "How many<eos>?", "answer": "7"}',
 }
 FLAGS_OF = {
@@ -275,6 +299,12 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
+    (
+        train,
+        "--model adapter",
+        r"cannot load the model adapter, .*it is an adapter .LoRA.*; merge it",
+    ),
+    (evaluate, "--model adapter", r"it is an adapter .*AutoPeftModelForCausalLM"),
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (train, "--dataset control.jsonl", r"no question is left; 1 of 1 questions have a control"),
