@@ -106,11 +106,12 @@ def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(text):
-    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints."""
+def say(text, on_every_rank=False):
+    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints what all
+    ranks say."""
     # Nothing is lost if the log's reader is gone, or if a signal's line interrupts another line.
     with contextlib.suppress(OSError, RuntimeError):
-        if is_rank_0():
+        if on_every_rank or is_rank_0():
             tqdm.write(text, file=sys.stderr)
 
 

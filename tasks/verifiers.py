@@ -108,13 +108,14 @@ def by_program(name, pairs):
 
 
 def accepts(name, problem, reference, answer):
-    """What a program returns. An error is no acceptance, and its first one is printed."""
+    """What a program returns. An error is no acceptance, and the first one of a rank is printed."""
     try:
         right = PROGRAMS[name](answer, reference)
     except Exception as error:  # one answer must not end a run
         if name not in FAILED:
             where = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
-            say(f"the verifier {name!r} fails on {where}: {message_of(error)}")
+            line = f"the verifier {name!r} fails on {where}: {message_of(error)}"
+            say(line, on_every_rank=True)  # each has questions of its own
         FAILED.add(name)
         return False
     require(isinstance(right, bool), f"the verifier {name!r} must return a bool, not {right!r:.80}")
