@@ -19,7 +19,7 @@ from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record
 from tasks.data import HUB, TOY, load_problems, to_problem
-from tasks.prompts import usable_prompts
+from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
@@ -104,6 +104,8 @@ def main():
     out = open_run_directory(args.out, "eval")
     model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
     datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}
+    for name, problems in datasets.items():
+        show_first(tokenizer, problems, name)
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)

@@ -31,7 +31,7 @@ from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RARE, TINY, brief, group_record
 from tasks.data import HUB, TOY, load_problems
-from tasks.prompts import usable_prompts
+from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
@@ -193,6 +193,7 @@ def main():
     out = open_run_directory(args.out, "judge", args.resume)
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset)
+    show_first(tokenizer, problems, args.dataset)
 
     path, turn = out / "samples.jsonl", AT_ONCE * world
     rows = read_rows(path, log=True) if args.resume and path.exists() else []

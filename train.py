@@ -26,7 +26,7 @@ from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed
 from runtime.report import RunLog
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
-from tasks.prompts import usable_prompts
+from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 
@@ -75,6 +75,9 @@ def main():
     # Evaluate before the first step, or what a kill has left unevaluated.
     log = RunLog(out, args, data, first_step, last_step)
     log.header(actor, problems, f"{memory_line}\n{disk_line}")
+    show_first(tokenizer, problems, args.dataset)
+    if held_out:
+        show_first(tokenizer, held_out, args.eval_dataset)
     order = in_epochs(problems, last_step * args.questions, args.seed)
     stop = Stop()
     step = first_step - 1

@@ -20,7 +20,7 @@ from runtime import cli
 from runtime.files import read_rows
 from runtime.ranks import init_ranks, open_run_directory
 from tasks.data import in_epochs, to_problem
-from tasks.prompts import encode_prompt
+from tasks.prompts import control_tokens, encode_prompt
 
 
 def main():
@@ -39,6 +39,7 @@ def main():
     demonstrations = read_demonstrations(args.data)
     out = open_run_directory(args.out, "warm-start")
     model, tokenizer = load(args.model, device, check_sampling, check_scoring)
+    demonstrations = without_control_tokens(demonstrations, tokenizer, args.data)
     encode = vocabulary(tokenizer).encode
     pairs = [(encode_prompt(tokenizer, problem), encode(text)) for problem, text in demonstrations]
     # The rate falls to about 0 by the last step, so that a single step would train nothing.
@@ -82,6 +83,23 @@ def read_demonstrations(path):
             demonstrations.append((to_problem(row | {"answer": boxed[1]}, "text"), solution))
     cli.require(demonstrations, f"{path} is empty")
     return demonstrations
+
+
+def without_control_tokens(demonstrations, tokenizer, path):
+    """Leave out demonstrations that hold a control token, such as chats exported as text. Its name
+    would be trained on as ordinary text."""
+    control = control_tokens(tokenizer)
+    kept = [
+        (problem, solution)
+        for problem, solution in demonstrations
+        if not any(token in problem.question + solution for token in control)
+    ]
+    lost = len(demonstrations) - len(kept)
+    counts = f"{lost} of {len(demonstrations)} demonstrations have a control token"
+    cli.require(kept, f"{path}: no demonstration is left; {counts}")
+    if lost:
+        cli.say(f"{path}: left out: {counts}")
+    return kept
 
 
 if __name__ == "__main__":

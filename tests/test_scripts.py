@@ -54,7 +54,7 @@ def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
     monkeypatch.setattr(train, "update", updated := mock.Mock(side_effect=train.update))
     flags = f"{quick} --reward {reward} --verifier-model {toy_model_dir} --steps 1 --out run"
     code, _, err = script(train, flags)
-    assert code == 0 and err.startswith(f"{reward} on "), err
+    assert code == 0 and re.search(f"^{re.escape(reward)} on ", err, re.M), err
     line = read_rows("run/metrics.jsonl")[1]
     assert (line["grad_norm"] > 0) == (line["zero_advantage_groups"] < 1)
     R = torch.tensor([row["R"] for row in read_rows("run/samples.jsonl")])  # two of four questions
@@ -199,7 +199,9 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     for seed in 0, 1:
         code, out, err = script(evaluate, f"{flags} --seed {seed} --out ~/{seed}")
         assert code == 0 and "average pass@1: " in out, err
-        assert "mine.jsonl: left out: 1 of 2 questions have a control token" in err
+        assert (
+            "mine.jsonl: left out: 1 of 2 questions or their references have a control token" in err
+        )
         assert "verified as text" not in err
         texts.append([row["texts"] for row in read_rows(f"{seed}/samples.jsonl")])
     assert texts[0] != texts[1]
@@ -275,9 +277,17 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
-    (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
+    (
+        train,
+        "--resume --out {run} --eval-runs 3 --eval-dataset good.jsonl",
+        r"cannot go on, since .*eval_runs was 2 and",
+    ),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
-    (train, "--dataset control.jsonl", r"no question is left; 1 of 1 questions have a control"),
+    (
+        train,
+        "--dataset control.jsonl",
+        r"no question is left; 1 of 1 questions or their .* control",
+    ),
     (evaluate, "--ask How", r"--ask takes no --dataset, --out"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1 .*surrogates not allowed"),
