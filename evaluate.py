@@ -7,6 +7,8 @@ temperature 0.6, top-p 0.95, top-k 20.
 """
 
 import json
+import os
+from pathlib import Path
 
 import pandas
 import torch.distributed as dist
@@ -70,6 +72,14 @@ def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
         print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")
 
 
+def split_names(text):
+    """The data sets in --dataset: names with commas between them, or one file with commas in its
+    name."""
+    if Path(text).is_file():
+        return [text]
+    return [os.path.expanduser(name.strip()) for name in text.split(",") if name.strip()]
+
+
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
@@ -98,7 +108,7 @@ def main():
         return print_samples(
             model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling
         )
-    names = [name.strip() for name in (args.dataset or "").split(",") if name.strip()]
+    names = split_names(args.dataset or "")
     cli.require(names, "expected --dataset or --ask")
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")

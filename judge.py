@@ -207,7 +207,8 @@ def main():
     if cli.is_rank_0():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
-        print(f"all samples are in {out}; to draw one: python plot.py {out} --question 0")
+        draw = cli.command("python", "plot.py", out, "--question", 0)
+        print(f"all samples are in {out}; to draw one: {draw}")
     dist.destroy_process_group()
 
 

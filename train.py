@@ -79,6 +79,10 @@ def main():
     if held_out:
         show_first(tokenizer, held_out, args.eval_dataset)
     order = in_epochs(problems, last_step * args.questions, args.seed)
+    if len(problems) < args.questions:
+        few = f"{len(problems)} questions, fewer than the {args.questions} of a step"
+        times = args.questions / len(problems)
+        cli.say(f"{args.dataset}: {few}: each is drawn {times:.3g} times a step")
     stop = Stop()
     step = first_step - 1
     due = step % args.eval_every == 0 or step == last_step
@@ -123,7 +127,8 @@ def main():
         if stopping:
             break
 
-    advice = f"start a new run with --model {out}/checkpoints/step-{step} --lr LOWER"
+    flags = cli.command("--model", out / f"checkpoints/step-{step}", "--lr", "LOWER")
+    advice = f"start a new run with {flags}"
     cli.require(not stop.diverged, f"the gradient was not finite in the last 3 steps: {advice}")
     dist.destroy_process_group()
     if step < last_step:

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -77,10 +78,12 @@ class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, and with defaults in the help."""
+    """argparse with one-line errors, with defaults in the help, and with ~ in paths."""
 
     def __init__(self, **options):
         super().__init__(formatter_class=HelpWithDefaults, allow_abbrev=False, **options)
+        # The type of all flags that name none. A shell leaves the ~ of `--flag=~/file` as it is.
+        self.register("type", None, os.path.expanduser)
 
     def error(self, message):
         raise InputError(f"{message} (see --help)")
@@ -100,6 +103,11 @@ def number(kind, low, high=float("inf")):
 
 
 # ------------------------------------------------------------------------------ lines and bars
+
+
+def command(*words):
+    """A command to print, quoted so that a shell takes each word as it is."""
+    return shlex.join(map(str, words))
 
 
 def is_rank_0():

@@ -105,7 +105,7 @@ def lock(directory):
 
 def read_config(run):
     """config.json of a run, with its flags by name in "flags"."""
-    config = Path(run).expanduser() / "config.json"
+    config = Path(run) / "config.json"
     require(config.is_file(), f"{run} is not a run: it has no config.json")
     with as_input_error(f"{config}: expected an object with flags"):
         content = json.loads(config.read_text())

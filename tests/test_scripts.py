@@ -13,6 +13,7 @@ from conftest import LOGS, summary_of, written_by
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 import evaluate
+import judge
 import plot
 import train
 import warm_start
@@ -248,6 +249,72 @@ def test_a_supervised_start(script, toy_model_dir, monkeypatch):
     assert code == 0 and "judge.py --model warm " in stdout, err
     assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
     AutoModelForCausalLM.from_pretrained("warm")
+
+
+# -------------------------------------------------------------------------------------------- paths
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path, toy_model_dir):
+    """~, with a model and data in it. No shell replaces the ~ of `--flag=~/file`."""
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "model").symlink_to(toy_model_dir)
+    rows = '{"question": "Q?", "answer": "7", "solution": "so \\\\boxed{7}"}\n' * 2
+    for name in "a.jsonl", "b,c.jsonl":
+        (home / name).write_text(rows)
+    return home
+
+
+MODEL = "--model=~/model --max-new-tokens 4"
+TRAIN = f"{MODEL} --samples 2 --questions 2 --steps 1 --reward=general-verifier"
+WITH_TILDE = [
+    (train, f"{TRAIN} --dataset=~/a.jsonl --eval-dataset=~/a.jsonl --verifier-model=~/model"),
+    (evaluate, f"{MODEL} --dataset=~/a.jsonl,~/a.jsonl"),
+    (judge, f"{MODEL} --dataset=~/a.jsonl --samples 2"),
+    (warm_start, "--model=~/model --data=~/a.jsonl"),
+]
+
+
+@pytest.mark.parametrize("module, flags", WITH_TILDE)
+def test_a_tilde_is_the_home_directory(script, monkeypatch, home, module, flags):
+    monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 4)
+    code, _, err = script(module, f"{flags} --out=~/out")
+    assert code == 0 and any((home / "out").iterdir()), err
+
+
+def test_a_tilde_in_plot(script, home, finished_run):
+    (home / "run").symlink_to(finished_run)
+    code, out, err = script(plot, "~/run --out=~/curves.svg")
+    assert code == 0 and out == f"{home}/curves.svg\n" and Path(out.strip()).exists(), err
+
+
+def test_the_name_of_a_file_may_hold_commas(script, home):
+    code, _, err = script(evaluate, f"{MODEL} --runs 2 --dataset=~/b,c.jsonl --out out")
+    assert code == 0 and [*json.loads(Path("out/results.json").read_text())["results"]] == [
+        f"{home}/b,c.jsonl"
+    ], err
+
+
+QUOTED = [  # script, flags, the command that it prints for the directory "my run"
+    (train, f"{TRAIN} --reward=exact --dataset=~/a.jsonl", "python plot.py 'my run'\n"),
+    (judge, f"{MODEL} --dataset=~/a.jsonl --samples 2", "python plot.py 'my run' --question 0"),
+    (warm_start, "--model=~/model --data=~/a.jsonl", "python judge.py --model 'my run' --dataset"),
+]
+
+
+@pytest.mark.parametrize("module, flags, command", QUOTED)
+def test_commands_are_printed_as_a_shell_takes_them(script, home, module, flags, command):
+    code, out, err = script(module, flags.replace("=~", f"={home}"), "--out", "my run")
+    assert code == 0 and command in out, err
+
+
+def test_fewer_questions_than_a_step_draws(script, home):
+    flags = f"{TRAIN} --reward=exact --dataset=~/a.jsonl".replace("=~", f"={home}")
+    for questions, says in (3, "each is drawn 1.5 times a step"), (2, None):
+        code, _, err = script(train, f"{flags} --questions {questions} --out {questions}")
+        assert code == 0 and ("fewer than" in err) == (says is not None), err
+        assert says is None or f"a.jsonl: 2 questions, fewer than the 3 of a step: {says}\n" in err
 
 
 # ---------------------------------------------------------------------------------------- bad input
