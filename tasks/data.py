@@ -4,7 +4,6 @@ Hub data sets and local files have the same row format.
 """
 
 import collections
-import itertools
 import math
 import random
 import re
@@ -69,7 +68,8 @@ def load_problems(name_or_path, limit=None, verifier=None):
     name = str(name_or_path)
     rows, default = load_rows(name)
     require(rows, f"{name} has no rows")
-    rows = [Row(row) for row in rows]
+    used = set()
+    rows = [Row(row, used) for row in rows]
     problems, left_out = [], collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
         try:
@@ -87,14 +87,20 @@ def load_problems(name_or_path, limit=None, verifier=None):
 
 
 def remarks(rows, problems, verifier, default):
-    """What may surprise about a data set, in lines. Call it when all rows are read."""
+    """What may surprise about a data set, in lines. Call it when all rows are problems."""
+    # First, since what follows reads columns, too.
+    columns = dict.fromkeys(column for row in rows for column in row)
+    if unused := [column for column in columns if column not in rows[0].used]:
+        yield f"these columns are not used: {', '.join(unused)}"
+
     if several := sum(len(problem.references) > 1 for problem in problems):
         yield f"{several} of {len(rows)} answers are lists: one of the list is enough"
-    wordings = collections.defaultdict(list)  # {why they are left out: row numbers}
+    wordings = collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
-        references, reasons = find_references(row)
-        for reason in reasons if references else []:  # without any, the row is left out
-            wordings[reason].append(number)
+        if isinstance(row.get("answer"), list):
+            references, reasons = find_references(row)
+            for reason in reasons if references else []:  # without any, the row is left out
+                wordings[reason].append(number)
     for why, at in wordings.items():
         yield f"left out of lists: {why} ({len(at)} in rows {at[:3]})"
 
@@ -109,15 +115,11 @@ def remarks(rows, problems, verifier, default):
         yield f"answers are verified as {how[default]}"
 
     counts = collections.Counter(each for problem in problems for each in problem.references)
-    for reference, count in counts.most_common(3):
+    odd = [each for each in counts.most_common() if not FREQUENT.fullmatch(each[0])]
+    for reference, count in odd[:3]:
         share = count / len(problems)
-        if len(problems) >= 100 and share >= 0.02 and not FREQUENT.fullmatch(reference):
+        if len(problems) >= 100 and share >= 0.02:
             yield f"{reference!r:.80} is the reference of {share:.0%} of the rows: a placeholder?"
-
-    used = set().union(*(row.used for row in rows))
-    unused = [column for column in dict.fromkeys(itertools.chain(*rows)) if column not in used]
-    if unused:
-        yield f"these columns are not used: {', '.join(unused)}"
 
 
 def in_epochs(rows, count, seed):
@@ -170,11 +172,11 @@ def beyond_mathematics(row):
 
 
 class Row(dict):
-    """A row that notes which of its columns are used, so that `remarks` can name the others."""
+    """A row that notes which columns are used, so that `remarks` can name the others."""
 
-    def __init__(self, columns):
+    def __init__(self, columns, used):
         super().__init__(columns)
-        self.used = set()
+        self.used = used  # by any row of the data set
 
     def get(self, column):
         self.used.add(column)

@@ -178,7 +178,7 @@ def test_columns_that_are_not_used_are_named_once(load_rows, capsys):
 
 def test_likely_placeholders_are_named(load_rows, capsys):
     row = {"question": "q", "verifier": "text"}
-    frequent = ["notfound"] * 2 + ["Yes", "B", "true", "1,000", r"$\frac{1}{2}$", "3.5%", "-7"] * 2
+    frequent = ["notfound"] * 2 + ["Yes", "B", "true", "1,000", r"$\frac{1}{2}$", "3.5%", "-7"] * 3
     others = [f"answer {i}" for i in range(100 - len(frequent))]
     load_rows([row | {"answer": answer} for answer in frequent + others])
     said = "rows.jsonl: 'notfound' is the reference of 2% of the rows: a placeholder?\n"
