@@ -80,9 +80,8 @@ def main():
         show_first(tokenizer, held_out, args.eval_dataset)
     order = in_epochs(problems, last_step * args.questions, args.seed)
     if len(problems) < args.questions:
-        few = f"{len(problems)} questions, fewer than the {args.questions} of a step"
         times = args.questions / len(problems)
-        cli.say(f"{args.dataset}: {few}: each is drawn {times:.3g} times a step")
+        cli.say(f"fewer questions than a step draws: each is drawn {times:.3g} times a step")
     stop = Stop()
     step = first_step - 1
     due = step % args.eval_every == 0 or step == last_step

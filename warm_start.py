@@ -7,6 +7,7 @@ Each row of the file has a `question` (or `problem`) and a `solution` that ends 
 you would like the model to write it. Twenty rows can be enough.
 """
 
+import dataclasses
 import os
 import shutil
 
@@ -20,7 +21,7 @@ from runtime import cli
 from runtime.files import read_rows
 from runtime.ranks import init_ranks, open_run_directory
 from tasks.data import in_epochs, to_problem
-from tasks.prompts import control_tokens, encode_prompt
+from tasks.prompts import encode_prompt, usable_prompts
 
 
 def main():
@@ -39,9 +40,9 @@ def main():
     demonstrations = read_demonstrations(args.data)
     out = open_run_directory(args.out, "warm-start")
     model, tokenizer = load(args.model, device, check_sampling, check_scoring)
-    demonstrations = without_control_tokens(demonstrations, tokenizer, args.data)
+    demonstrations, _ = usable_prompts(tokenizer, demonstrations, args.data)
     encode = vocabulary(tokenizer).encode
-    pairs = [(encode_prompt(tokenizer, problem), encode(text)) for problem, text in demonstrations]
+    pairs = [(encode_prompt(tokenizer, each), encode(each.reference)) for each in demonstrations]
     # The rate falls to about 0 by the last step, so that a single step would train nothing.
     steps = max(2, args.epochs * len(pairs) // args.batch)
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
@@ -73,7 +74,7 @@ def save(model, tokenizer, out):
 
 
 def read_demonstrations(path):
-    """-> list of (Problem, solution text)."""
+    """-> list[Problem], each with the whole solution as its reference."""
     demonstrations = []
     for number, row in enumerate(read_rows(path), start=1):
         with cli.as_input_error(f"{path}, row {number}"):
@@ -81,26 +82,10 @@ def read_demonstrations(path):
             boxed = isinstance(solution, str) and split_answer(solution)
             cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")
             solution.encode()  # a lone surrogate is valid in JSON, but not in UTF-8
-            demonstrations.append((to_problem(row | {"answer": boxed[1]}, "text"), solution))
+            problem = to_problem(row | {"answer": boxed[1]}, "text")
+            demonstrations.append(dataclasses.replace(problem, reference=solution))
     cli.require(demonstrations, f"{path} is empty")
     return demonstrations
-
-
-def without_control_tokens(demonstrations, tokenizer, path):
-    """Leave out demonstrations that hold a control token, such as chats exported as text. Its name
-    would be trained on as ordinary text."""
-    control = control_tokens(tokenizer)
-    kept = [
-        (problem, solution)
-        for problem, solution in demonstrations
-        if not any(token in problem.question + solution for token in control)
-    ]
-    lost = len(demonstrations) - len(kept)
-    counts = f"{lost} of {len(demonstrations)} demonstrations have a control token"
-    cli.require(kept, f"{path}: no demonstration is left; {counts}")
-    if lost:
-        cli.say(f"{path}: left out: {counts}")
-    return kept
 
 
 if __name__ == "__main__":

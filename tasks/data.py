@@ -108,11 +108,10 @@ def remarks(rows, problems, verifier, default):
     if verifier and not names_none:
         yield f"no row takes --verifier {verifier}: all name their own, or have options"
     if not verifier and names_none:
-        how = {
-            "text": "text; --verifier math reads formulas",
-            "math": "mathematics; --verifier text compares words",
-        }
-        yield f"answers are verified as {how[default]}"
+        how = "text; --verifier math reads formulas"
+        if default == "math":
+            how = "mathematics; --verifier text compares words"
+        yield f"answers are verified as {how}"
 
     counts = collections.Counter(each for problem in problems for each in problem.references)
     odd = [each for each in counts.most_common() if not FREQUENT.fullmatch(each[0])]

@@ -70,7 +70,7 @@ def usable_prompts(tokenizer, problems, name, most=math.inf):
             wordings += len(problem.references) - len(clean)
             kept.append(dataclasses.replace(problem, reference=clean[0], others=tuple(clean[1:])))
             longest = max(longest, size)
-    counts = f"{controlled} of {len(problems)} questions or their references have a control token"
+    counts = f"{controlled} of {len(problems)} questions or answers have a control token"
     if most < math.inf:
         counts += f", and {too_long} prompts more than {most} tokens"
     require(kept, f"{name}: no question is left; {counts}")

@@ -51,7 +51,7 @@ def test_control_tokens_are_left_out_and_counted(capsys):
     several = Problem("How many?", "14<eos>", others=("   14", "<think>"))
     problems, longest = usable_prompts(tokenizer, [*bad, good, several], "mine")
     assert problems == [good, good] and longest == len(encode_prompt(tokenizer, good))
-    says = "3 of 5 questions or their references have a control token"
+    says = "3 of 5 questions or answers have a control token"
     assert capsys.readouterr().err == (
         f"mine: left out: {says}\nmine: left out of lists: 2 references with a control token\n"
     )
@@ -75,10 +75,10 @@ def test_demonstrations_with_control_tokens_are_left_out_and_counted(script, toy
     Path("demos.jsonl").write_text(good + chat + good + echo)
     code, out, err = script(warm_start, flags)
     assert code == 0 and out.startswith("2 demonstrations, "), err
-    assert "demos.jsonl: left out: 2 of 4 demonstrations have a control token" in err
+    assert "demos.jsonl: left out: 2 of 4 questions or answers have a control token" in err
     Path("demos.jsonl").write_text(chat + echo)
     code, out, err = script(warm_start, flags.replace("warm", "other"))
-    says = "demos.jsonl: no demonstration is left; 2 of 2 demonstrations have a control token"
+    says = "demos.jsonl: no question is left; 2 of 2 questions or answers have a control token"
     assert code == 2 and re.fullmatch(f"warm_start.py: {says}\n", err), err
 
 
