@@ -35,6 +35,7 @@ REWRITES = [
     (r"(?<!\.)(?<!\\right)\.\s*([$}]*)$", r"\1"),  # a final period, but not the one of \right.
     (r"(?<=\d)(?:\\[,;]|~)(?=\d{3}(?!\d))", ""),  # 1\,000
     (r"^(\d{1,3})((?: \d{3})+)$", lambda number: number[0].replace(" ", "")),  # 1 000
+    (r"^(-?\d+) (\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 3 1/2
     (r"(?i)(?<=[\d$])\s*(?:dollars?|\\text\s*\{\s*dollars?\s*\})$", ""),
     (r"^(?:\\approx|≈|approximately)\s*", ""),
     (r"(^|[(\[,]\s*)–", r"\1-"),  # a dash as a sign
