@@ -45,7 +45,7 @@ REWRITES = [
     (r"√\s*([\d.]+|\w)", r"\\sqrt{\1}"),
     ("√", r"\\sqrt"),
     # 1.5e3. But 2e-1 may be 2e - 1, and smaller numbers are equal to math-verify.
-    (r"^(-?\d*\.?\d+)e\+?0?(\d{1,2})$", r"\1\\times 10^{\2}"),
+    (r"^(-?(?:\d+(?:\.\d+)?|\.\d+))e\+?0?(\d{1,2})$", r"\1\\times 10^{\2}"),
     (r"^(-?(?:\d*\.\d+|1(?=e)|\d+(?=e-0)))e-0?([1-5])$", r"\1\\times 10^{-\2}"),
 ]
 RAISED, LOWERED, FRACTIONS = "[⁺⁻⁰¹²³⁴-⁹]+", "[₀-₉]+", "[¼½¾⅐-⅞]"
@@ -79,7 +79,7 @@ def compatible(text):
 
 MARKUP = re.compile(r"\\(?:text|math)\w*\s*\{([^{}]*)\}|[$*]")
 LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[:.)]?|[:.)]\s.*)", re.DOTALL)
-SECOND_LETTER = re.compile(r"(?:\bor|\band|[,;\n])\s*\(?[A-Z][:.)]\s")
+SECOND_LETTER = re.compile(r"(?:\bor|\band|[,;\n])[ \t]*\(?[A-Z][:.)]\s")
 
 
 def same_letter(answer, reference):
