@@ -108,7 +108,7 @@ def score(model, tokenizer, prompt, completions, reference, M=None):
     wrong. Raises ValueError for inputs of another form.
     """
     references = [reference] if isinstance(reference, str) else reference
-    check_inputs(tokenizer, prompt, completions, references, M)
+    check_inputs(prompt, completions, references, M)
     vocab = vocabulary(tokenizer)
     # Two texts that the tokenizer makes one (é has two codes in Unicode) are one reference. Counted
     # twice, P could exceed 1.
@@ -135,21 +135,21 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     """CER of the N samples of one question -> (R [N], Scores), for another trainer. The inputs are
     those of `score`. No gradient flows through R."""
     scores = score(model, tokenizer, prompt, completions, reference, M)
+    # A solution is scored after all that is on its left. (Padding on the right is never read.)
+    padding = tokenizer.pad_token_id
+    padded = any(ids[:1] == [padding] and {*ids} > {padding} for ids in (prompt, *completions))
+    if padded and padding != tokenizer.bos_token_id:
+        raise ValueError("prompt or completions are padded on the left: pass them without padding")
     return scores.cer(), scores
 
 
-def check_inputs(tokenizer, prompt, completions, references, M):
+def check_inputs(prompt, completions, references, M):
     """Raise ValueError for what would give a wrong reward without an error."""
     rows = [prompt, *completions] if isinstance(completions, list) else [completions]
     if not all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in rows):
         raise ValueError("expected lists of token ids: .tolist(), or return_dict=False")
     if prompt and completions and all(ids[: len(prompt)] == prompt for ids in completions):
         raise ValueError("the completions begin with the prompt: pass ids[len(prompt):]")
-    # A solution is scored after all that is on its left. Padding on the right is never read.
-    padding = tokenizer.pad_token_id
-    padded = any(ids[:1] == [padding] and {*ids} > {padding} for ids in (prompt, *completions))
-    if padded and padding != tokenizer.bos_token_id:
-        raise ValueError("prompt or completions are padded on the left: pass them without padding")
     is_list = isinstance(references, (list, tuple)) and references
     if not is_list or not all(isinstance(each, str) for each in references):
         raise ValueError(f"the reference must be a string, or a list of some, got {references!r}")

@@ -9,6 +9,8 @@ temperature 0.6, top-p 0.95, top-k 20.
 from runtime import cli  # isort: split
 
 import json
+import os
+from pathlib import Path
 
 import pandas
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record
 from tasks.data import HUB, TOY, load_problems, to_problem
-from tasks.prompts import usable_prompts
+from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS, say_long_verdicts
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
@@ -72,6 +74,14 @@ def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
         print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")
 
 
+def split_names(text):
+    """The data sets in --dataset: names with commas between them, or one file with commas in its
+    name."""
+    if Path(text).is_file():
+        return [text]
+    return [os.path.expanduser(name.strip()) for name in text.split(",") if name.strip()]
+
+
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
@@ -100,12 +110,14 @@ def main():
         return print_samples(
             model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling
         )
-    names = [name.strip() for name in (args.dataset or "").split(",") if name.strip()]
+    names = split_names(args.dataset or "")
     cli.require(names, "expected --dataset or --ask")
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")
     model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
     datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}
+    for name, problems in datasets.items():
+        show_first(tokenizer, problems, name)
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)

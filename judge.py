@@ -32,7 +32,7 @@ from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RARE, TINY, brief, group_record
 from tasks.data import HUB, TOY, load_problems
-from tasks.prompts import usable_prompts
+from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS, say_long_verdicts
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
@@ -194,6 +194,7 @@ def main():
     out = open_run_directory(args.out, "judge", args.resume)
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset)
+    show_first(tokenizer, problems, args.dataset)
 
     path, turn = out / "samples.jsonl", AT_ONCE * world
     rows = read_rows(path, log=True) if args.resume and path.exists() else []
@@ -208,7 +209,8 @@ def main():
     if cli.is_rank_0():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
-        print(f"all samples are in {out}; to draw one: python plot.py {out} --question 0")
+        draw = cli.command("python", "plot.py", out, "--question", 0)
+        print(f"all samples are in {out}; to draw one: {draw}")
     dist.destroy_process_group()
 
 

@@ -27,7 +27,7 @@ from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed
 from runtime.report import RunLog
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
-from tasks.prompts import usable_prompts
+from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS, say_long_verdicts
 
 
@@ -76,7 +76,13 @@ def main():
     # Evaluate before the first step, or what a kill has left unevaluated.
     log = RunLog(out, args, data, first_step, last_step)
     log.header(actor, problems, f"{memory_line}\n{disk_line}")
+    show_first(tokenizer, problems, args.dataset)
+    if held_out:
+        show_first(tokenizer, held_out, args.eval_dataset)
     order = in_epochs(problems, last_step * args.questions, args.seed)
+    if len(problems) < args.questions:
+        times = args.questions / len(problems)
+        cli.say(f"fewer questions than a step draws: each is drawn {times:.3g} times a step")
     stop = Stop()
     step = first_step - 1
     due = step % args.eval_every == 0 or step == last_step
@@ -122,7 +128,8 @@ def main():
         if stopping:
             break
 
-    advice = f"start a new run with --model {out}/checkpoints/step-{step} --lr LOWER"
+    flags = cli.command("--model", out / f"checkpoints/step-{step}", "--lr", "LOWER")
+    advice = f"start a new run with {flags}"
     cli.require(not stop.diverged, f"the gradient was not finite in the last 3 steps: {advice}")
     dist.destroy_process_group()
     if step < last_step:

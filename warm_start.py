@@ -9,6 +9,7 @@ you would like the model to write it. Twenty rows can be enough.
 
 from runtime import cli  # isort: split
 
+import dataclasses
 import os
 import shutil
 
@@ -21,7 +22,7 @@ from engine.tokens import split_answer, vocabulary
 from runtime.files import read_rows
 from runtime.ranks import init_ranks, open_run_directory
 from tasks.data import in_epochs, to_problem
-from tasks.prompts import encode_prompt
+from tasks.prompts import encode_prompt, usable_prompts
 
 
 def main():
@@ -40,8 +41,9 @@ def main():
     demonstrations = read_demonstrations(args.data)
     out = open_run_directory(args.out, "warm-start")
     model, tokenizer = load(args.model, device, check_sampling, check_scoring)
+    demonstrations, _ = usable_prompts(tokenizer, demonstrations, args.data)
     encode = vocabulary(tokenizer).encode
-    pairs = [(encode_prompt(tokenizer, problem), encode(text)) for problem, text in demonstrations]
+    pairs = [(encode_prompt(tokenizer, each), encode(each.reference)) for each in demonstrations]
     # The rate falls to about 0 by the last step, so that a single step would train nothing.
     steps = max(2, args.epochs * len(pairs) // args.batch)
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
@@ -54,7 +56,8 @@ def main():
     loss = finetune(model, order, steps, args.batch, args.lr, stop)
     cli.require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
     save(model.eval(), tokenizer, out)
-    print(f"final loss {loss:.3f}; next: python judge.py --model {out} --dataset FILE")
+    judge = cli.command("python", "judge.py", "--model", out, "--dataset", "FILE")
+    print(f"final loss {loss:.3f}; next: {judge}")
 
 
 def save(model, tokenizer, out):
@@ -71,7 +74,7 @@ def save(model, tokenizer, out):
 
 
 def read_demonstrations(path):
-    """-> list of (Problem, solution text)."""
+    """-> list[Problem], each with the whole solution as its reference."""
     demonstrations = []
     for number, row in enumerate(read_rows(path), start=1):
         with cli.as_input_error(f"{path}, row {number}"):
@@ -79,7 +82,8 @@ def read_demonstrations(path):
             boxed = isinstance(solution, str) and split_answer(solution)
             cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")
             solution.encode()  # a lone surrogate is valid in JSON, but not in UTF-8
-            demonstrations.append((to_problem(row | {"answer": boxed[1]}, "text"), solution))
+            problem = to_problem(row | {"answer": boxed[1]}, "text")
+            demonstrations.append(dataclasses.replace(problem, reference=solution))
     cli.require(demonstrations, f"{path} is empty")
     return demonstrations
 

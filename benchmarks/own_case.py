@@ -199,7 +199,8 @@ def wordings(samples):
                 pairs += len(x) * (len(x) - 1) // 2
                 differ += int((order < 0).sum()) // 2
     print(
-        f"two wordings order {differ} of {pairs} pairs of answers differently, {questions} questions"
+        f"{questions} questions: two wordings of the reference disagree on the order of {differ} of "
+        f"{pairs} pairs of answers"
     )
     low, middle, high = numpy.quantile(ratios, [0.25, 0.5, 0.75])
     print(

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import shlex
 import signal
 import sys
 import textwrap
@@ -106,10 +107,12 @@ class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, and with defaults in the help."""
+    """argparse with one-line errors, with defaults in the help, and with ~ in paths."""
 
     def __init__(self, **options):
         super().__init__(formatter_class=HelpWithDefaults, allow_abbrev=False, **options)
+        # The type of all flags that name none. A shell leaves the ~ of `--flag=~/file` as it is.
+        self.register("type", None, os.path.expanduser)
 
     def error(self, message):
         raise InputError(f"{message} (see --help)")
@@ -131,15 +134,21 @@ def number(kind, low, high=float("inf")):
 # ------------------------------------------------------------------------------ lines and bars
 
 
+def command(*words):
+    """A command to print, quoted so that a shell takes each word as it is."""
+    return shlex.join(map(str, words))
+
+
 def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(text):
-    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints."""
+def say(text, on_every_rank=False):
+    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints what all
+    ranks say."""
     # Nothing is lost if the log's reader is gone, or if a signal's line interrupts another line.
     with contextlib.suppress(OSError, RuntimeError):
-        if is_rank_0():
+        if on_every_rank or is_rank_0():
             tqdm.write(text, file=sys.stderr)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy
 import pyarrow.parquet
 
 from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
@@ -36,7 +37,10 @@ def parse_rows(path, ending, log):
     if ending == ".parquet":
         yield from table_rows(pyarrow.parquet.read_table(path))
     elif ending == ".json":
-        yield from json.loads(path.read_bytes())
+        content = path.read_bytes()
+        if content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+            raise ValueError("in a list; a file of JSON lines must end in .jsonl")
+        yield from json.loads(content)
     else:
         lines = path.read_bytes().split(b"\n")
         if log:
@@ -45,16 +49,23 @@ def parse_rows(path, ending, log):
 
 
 def table_rows(table):
-    """The rows of a pyarrow table as dicts. Floats of 32 bits, also in lists, are read as they are
-    printed, because .1 would become 0.10000000149011612."""
-    text, wide = pyarrow.string(), pyarrow.float64()
-    for i, column in enumerate(table.columns):
-        if column.type == pyarrow.float32():
-            column = column.cast(text).cast(wide)
-        elif getattr(column.type, "value_type", None) == pyarrow.float32():
-            column = column.cast(pyarrow.list_(text)).cast(pyarrow.list_(wide))
-        table = table.set_column(i, table.column_names[i], column)
-    return table.to_pylist()
+    """The rows of a pyarrow table as dicts. Floats of 16 and 32 bits, also in lists, are read as
+    they are printed, because .1 would become 0.10000000149011612."""
+    rows = table.to_pylist()
+    for field in table.schema:
+        narrow = NARROW.get(getattr(field.type, "value_type", field.type))
+        for row in rows if narrow else []:
+            row[field.name] = as_printed(row[field.name], narrow)
+    return rows
+
+
+NARROW = {pyarrow.float16(): numpy.float16, pyarrow.float32(): numpy.float32}
+
+
+def as_printed(value, narrow):
+    if isinstance(value, list):
+        return [as_printed(each, narrow) for each in value]
+    return None if value is None else float(str(narrow(value)))
 
 
 def write_atomically(path, text):
@@ -98,7 +109,7 @@ def lock(directory):
 
 def read_config(run):
     """config.json of a run, with its flags by name in "flags"."""
-    config = Path(run).expanduser() / "config.json"
+    config = Path(run) / "config.json"
     require(config.is_file(), f"{run} is not a run: it has no config.json")
     with as_input_error(f"{config}: expected an object with flags"):
         content = json.loads(config.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime.cli import is_rank_0, say
+from runtime.cli import command, is_rank_0, say
 from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather
 
@@ -225,7 +225,8 @@ class RunLog:
 
     def stopped(self, step):
         """Print how to go on with a run that was stopped."""
-        say(f"stopped after step {step} of {self.last_step}; go on with --resume --out {self.out}")
+        flags = command("--resume", "--out", self.out)
+        say(f"stopped after step {step} of {self.last_step}; go on with {flags}")
 
     def summary(self):
         """Print the last lines of a finished run."""
@@ -249,5 +250,5 @@ class RunLog:
         minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
         print("  training minutes  " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
         print(f"  model             {self.out}/checkpoints/step-{self.last_step}")
-        print(f"  curves            python plot.py {self.out}")
+        print(f"  curves            {command('python', 'plot.py', self.out)}")
         print(f"  samples           open {self.out}/samples.jsonl in docs/explore.html")

@@ -8,6 +8,7 @@ import math
 import random
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 from engine.tokens import split_answer
@@ -45,26 +46,34 @@ HUB = {  # name: data set on the Hugging Face hub
 }
 # OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(.+))?")
+# References that many rows may share. Other frequent ones are likely to be placeholders.
+FREQUENT = re.compile(
+    r"[a-z]|yes|no|true|false|(?=.*\d)(\\[dt]?frac|\\?[-+$%{}\d.,/ ])+", re.IGNORECASE
+)
 
 
 def load_problems(name_or_path, limit=None, verifier=None):
     """Load a data set -> list[Problem], only the first `limit` if it is given. The data set is a
     name in TOY or HUB, a local .jsonl, .json or .parquet file, or the id of another one on the hub.
 
-    Columns: `question` or `problem`; `answer`, one or a list of which each is right, or `solution`
-    with a box; `options` for multiple choice, whose answer is a letter (in `answer_letter`, if the
-    row has it); `verifier`, a name in VERIFIERS. Rows that name no verifier get "letter" if they
-    have options, else the one given, or "math" from the hub and "text" from a file. Rows without a
-    usable question, reference and verifier are left out and counted. Raises InputError if no row is
-    left.
+    Columns: `question` or `problem`; `context`, `passage` or `article`, which come before it;
+    `answer`, one or a list of which each is right, or `solution` with a box; `options` or `choices`
+    for multiple choice, whose answer names one of them (`answer_letter`, if the row has it);
+    `verifier`, a name in VERIFIERS. Rows that name no verifier get "letter" if they have options,
+    else the one given, or "math" from the hub and "text" from a file.
+
+    Rows without a usable question, reference and verifier are left out and counted. Raises
+    InputError if no row is left. What else may surprise about the rows is said in lines.
     """
     name = str(name_or_path)
-    rows, default = load_rows(name, verifier)
+    rows, default = load_rows(name)
     require(rows, f"{name} has no rows")
+    used = set()
+    rows = [Row(row, used) for row in rows]
     problems, left_out = [], collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
         try:
-            problems.append(to_problem(row, default))
+            problems.append(to_problem(row, verifier or default))
         except InputError as reason:
             left_out[str(reason)].append(number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
@@ -72,9 +81,44 @@ def load_problems(name_or_path, limit=None, verifier=None):
     require(problems, f"{name}: no row can be used; {'; '.join(counts)}; {columns}")
     for count in counts:
         say(f"{name}: left out: {count}")
-    if several := sum(len(problem.references) > 1 for problem in problems):
-        say(f"{name}: {several} of {len(rows)} answers are lists: one of the list is enough")
+    for remark in remarks(rows, problems, verifier, default):
+        say(f"{name}: {remark}")
     return problems[:limit]
+
+
+def remarks(rows, problems, verifier, default):
+    """What may surprise about a data set, in lines. Call it when all rows are problems."""
+    # First, since what follows reads columns, too.
+    columns = dict.fromkeys(column for row in rows for column in row)
+    if unused := [column for column in columns if column not in rows[0].used]:
+        yield f"these columns are not used: {', '.join(unused)}"
+
+    if several := sum(len(problem.references) > 1 for problem in problems):
+        yield f"{several} of {len(rows)} answers are lists: one of the list is enough"
+    wordings = collections.defaultdict(list)  # {reason: row numbers}
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row.get("answer"), list):
+            references, reasons = find_references(row)
+            for reason in reasons if references else []:  # without any, the row is left out
+                wordings[reason].append(number)
+    for why, at in wordings.items():
+        yield f"left out of lists: {why} ({len(at)} in rows {at[:3]})"
+
+    names_none = any(not (row.get("verifier") or find_options(row)) for row in rows)
+    if verifier and not names_none:
+        yield f"no row takes --verifier {verifier}: all name their own, or have options"
+    if not verifier and names_none:
+        how = "text; --verifier math reads formulas"
+        if default == "math":
+            how = "mathematics; --verifier text compares words"
+        yield f"answers are verified as {how}"
+
+    counts = collections.Counter(each for problem in problems for each in problem.references)
+    odd = [each for each in counts.most_common() if not FREQUENT.fullmatch(each[0])]
+    for reference, count in odd[:3]:
+        share = count / len(problems)
+        if len(problems) >= 100 and share >= 0.02:
+            yield f"{reference!r:.80} is the reference of {share:.0%} of the rows: a placeholder?"
 
 
 def in_epochs(rows, count, seed):
@@ -85,29 +129,39 @@ def in_epochs(rows, count, seed):
     return [row for order in orders for row in order][:count]
 
 
-def load_rows(name, verifier):
+def load_rows(name):
     """-> the rows of a data set, and the verifier of those that name none."""
     hub_id, path = HUB_ID.fullmatch(HUB.get(name, name)), Path(name)
     is_file = path.exists() or path.suffix.lower() in FORMATS
     if name in TOY:
-        return toy.rows(name), verifier or "math"
+        return toy.rows(name), "math"
     if name in HUB or (hub_id and not is_file):
         rows = hub_rows(*hub_id.groups())
-        rows = [row for row in rows if name != "webinstruct" or beyond_mathematics(row)]
-        return rows, verifier or "math"
+        return [row for row in rows if name != "webinstruct" or beyond_mathematics(row)], "math"
     require(is_file, f"{name}: neither a file nor one of {', '.join([*TOY, *HUB])}, OWNER/NAME")
-    rows = read_rows(path)
-    if not verifier and any(not (row.get("verifier") or row.get("options")) for row in rows):
-        say(f"{name}: answers are verified as text; --verifier math reads formulas")
-    return rows, verifier or "text"
+    return read_rows(path), "text"
 
 
 def hub_rows(path, config, split):
     import datasets
 
     with as_input_error(f"cannot load {path} from the Hugging Face hub"):
-        rows = datasets.load_dataset(path, config, split=split or "train")
-    return table_rows(rows.with_format("arrow")[:])
+        data_set = datasets.load_dataset(path, config, split=split or "train")
+    rows = table_rows(data_set.with_format("arrow")[:])
+    for column, feature in data_set.features.items():
+        labels = getattr(feature, "feature", feature)  # of a list, those of its items
+        # Names that only repeat the numbers say nothing.
+        if isinstance(labels, datasets.ClassLabel) and "0" not in labels.names:
+            for row in rows:
+                row[column] = class_names(row[column], labels.names)
+    return rows
+
+
+def class_names(value, names):
+    """The names of classes, which the hub stores as numbers. None and -1 stand for no class."""
+    if isinstance(value, list):
+        return [class_names(each, names) for each in value]
+    return None if value in (None, -1) else names[value]
 
 
 def beyond_mathematics(row):
@@ -116,57 +170,112 @@ def beyond_mathematics(row):
     return row["category"] != "Mathematics" and row["difficulty"] == "University"
 
 
+class Row(dict):
+    """A row that notes which columns are used, so that `remarks` can name the others."""
+
+    def __init__(self, columns, used):
+        super().__init__(columns)
+        self.used = used  # by any row of the data set
+
+    def get(self, column):
+        self.used.add(column)
+        return super().get(column)
+
+
 def to_problem(row, verifier):
     """One row -> Problem, with this verifier if the row names none. InputError says why the row
     cannot be used, in the same words for all rows of which that is true."""
-    question, options = row.get("question") or row.get("problem"), row.get("options")
+    question, options = row.get("question") or row.get("problem"), find_options(row)
     require(isinstance(question, str) and question.strip(), "no question (`question`, `problem`)")
-    references = find_references(row)
+    for name in "context", "passage", "article":
+        context = row.get(name) or ""
+        require(isinstance(context, str), f"the column `{name}` is no text")
+        question = f"{context}\n\n{question}" if context.strip() else question
     if options:
-        question, verifier = with_options(question, options, references), "letter"
-    # These are valid in JSON, but not in UTF-8, and no tokenizer takes them.
-    texts = "".join([question, *references])
-    require(not re.search("[\ud800-\udfff]", texts), "a lone surrogate in the text")
+        lines = [f"{letter}: {text}" for letter, text in by_letter(options).items()]
+        question, verifier = "\n".join([question, *lines]), "letter"
+    check_encoding(question)
+    references, reasons = find_references(row)
+    require(references, reasons and reasons[0])
     verifier = row.get("verifier") or verifier
     require(verifier in VERIFIERS, f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
     return Problem(question, references[0], verifier, tuple(references[1:]))
 
 
+def find_options(row):
+    return row.get("options") or row.get("choices")
+
+
 def find_references(row):
-    """The distinct references of a row, at least one. A list holds several people's answers, or
-    several wordings."""
-    answer = (row.get("options") and row.get("answer_letter")) or row.get("answer")
-    answers = answer if isinstance(answer, list) and answer else [answer]
-    return list(dict.fromkeys(find_reference(row, each) for each in answers))
+    """-> the distinct references of a row, and why others of a list cannot be used. A list holds
+    several people's answers, or several wordings."""
+    options = find_options(row)
+    answer = (options and row.get("answer_letter")) or row.get("answer")
+    if answer in (None, "", []):
+        box = split_answer(as_text(row.get("solution")) or "")
+        answer = box[1] if box else ""
+    references, reasons = [], []
+    for each in answer if isinstance(answer, list) else [answer]:
+        try:
+            references.append(find_reference(each, options))
+        except InputError as reason:
+            reasons.append(str(reason))
+    return list(dict.fromkeys(references)), reasons
 
 
-def find_reference(row, answer):
+def find_reference(answer, options):
     """A reference verbatim, except that numbers become text, and that white space at its ends and a
-    box around all of it are taken off. It is in the row's solution if there is no answer."""
-    in_solution = answer in (None, "")
-    text = as_text(row.get("solution") if in_solution else answer) or ""
-    text = text.rsplit("\n#### ")[-1].strip()  # GSM8K writes its working before this mark
+    box around all of it are taken off. With options it is the letter of the one that is named."""
+    text = (as_text(answer) or "").strip()
+    _, mark, last_line = text.rpartition("####")  # GSM8K writes its working before this mark
+    if mark and "\n" not in last_line.strip():
+        text = re.sub(r"^\$(?=[\d.,]+$)", "", last_line.strip())
     box = split_answer(text)
-    if in_solution or (box and text == rf"\boxed{{{box[1]}}}"):
-        text = box[1].strip() if box else ""
+    if box and text == rf"\boxed{{{box[1]}}}":
+        text = box[1].strip()
     require(text, "no reference (`answer` as text or number, or `solution` with a box)")
+    if options:
+        return letter_of(text if isinstance(answer, str) else answer, options)
+    check_encoding(text)
     whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
     require(whole, "the reference holds another box, or unmatched braces")
     return text
 
 
-def with_options(question, options, references):
-    """The question with its options as lines "A: ...". A reference is the letter of one."""
+def letter_of(answer, options):
+    """The letter of the option that an answer names: text by the letter or by the option's text, a
+    number by the index from 0, or by its value if the options are numbers, too."""
+    texts = by_letter(options)
+    if answer in texts:
+        return answer
+    named = [
+        letter
+        for index, (letter, text) in enumerate(texts.items())
+        if answer in ([text.strip()] if isinstance(answer, str) else [index, options[index]])
+    ]
+    require(len(named) == 1, "`answer` is not the letter, text or index from 0 of one option")
+    return named[0]
+
+
+def by_letter(options):
+    """{letter: text} of the options."""
     require(isinstance(options, list) and len(options) <= 26, "no list of at most 26 options")
-    by_letter = dict(zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", map(as_text, options)))
-    require(None not in by_letter.values(), "an option is neither text nor a finite number")
-    require({*references} <= {*by_letter}, "the answer is not the letter of an option")
-    return "\n".join([question, *(f"{letter}: {text}" for letter, text in by_letter.items())])
+    texts = dict(zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", map(as_text, options)))
+    require(None not in texts.values(), "an option is neither text nor a finite number")
+    return texts
+
+
+def check_encoding(text):
+    """Lone surrogates are valid in JSON, but not in UTF-8, and no tokenizer takes them."""
+    require(not re.search("[\ud800-\udfff]", text), "a lone surrogate in the text")
 
 
 def as_text(value):
-    """Text as it is, and a finite number as text: 27.0 as "27", since a column of integers with a
-    gap is often stored as floats. None for anything else, such as nan, True or a list."""
-    if type(value) in (int, float) and abs(value) < math.inf:
-        return str(value).removesuffix(".0")
+    """Text as it is, and a finite number written out: 1e-05 as "0.00001", and 27.0 as "27", since a
+    column of integers with a gap is often stored as floats. Decimals keep their zeros. None for
+    anything else, such as nan, True or a list."""
+    if type(value) is float and abs(value) < math.inf:
+        return f"{Decimal(repr(value + 0.0)):f}".removesuffix(".0")  # -0.0 + 0.0 is 0.0
+    if type(value) in (int, Decimal):
+        return f"{Decimal(value):f}"
     return value if isinstance(value, str) else None

@@ -4,6 +4,7 @@ import re
 
 from engine.sampling import generate
 from runtime.cli import say
+from tasks.prompts import encode_plain
 
 VERIFIER_TOKENS = 1024  # longest reply
 FIELDS = re.compile(r"\{(question|reference|answer)\}")
@@ -61,7 +62,7 @@ def encode(tokenizer, text, as_chat):
         special = dict(add_special_tokens=False)
         middle = tokenizer.encode(text, split_special_tokens=True, **special)
         return [*tokenizer.encode(before, **special), *middle, *tokenizer.encode(after, **special)]
-    return tokenizer.encode(text, split_special_tokens=True)
+    return encode_plain(tokenizer, text, split_special_tokens=True)
 
 
 def decision(reply):

@@ -1,6 +1,8 @@
 """The prompt of a problem: the paper's wording, through the model's chat template."""
 
+import dataclasses
 import math
+import re
 
 from engine.tokens import vocabulary
 from runtime.cli import as_input_error, progress, require, say
@@ -23,7 +25,7 @@ def encode_prompt(tokenizer, problem):
     none. InputError if the template fails, or if the question is not in the prompt."""
     messages = chat_messages(problem)
     if not tokenizer.chat_template:
-        return tokenizer.encode("".join(message["content"] + "\n\n" for message in messages))
+        return encode_plain(tokenizer, "".join(m["content"] + "\n\n" for m in messages))
     options = {"add_generation_prompt": True, "return_dict": False}
     with as_input_error("the chat template fails"):  # it is a program
         prompt = tokenizer.apply_chat_template(messages, **options)
@@ -35,24 +37,61 @@ def encode_prompt(tokenizer, problem):
     return prompt
 
 
+def encode_plain(tokenizer, text, **options):
+    """A prompt without a template as token ids. Some tokenizers end each text with their
+    end-of-text token, after which a model would begin another text."""
+    ids = tokenizer.encode(text, **options)
+    while ids[-1] in tokenizer.all_special_ids:
+        ids.pop()
+    return ids
+
+
+def control_tokens(tokenizer):
+    """What must not be in the texts of a data set, where it is a token in a question and ordinary
+    text in a reference. Not every tokenizer calls its marks special (Qwen's <think> is not), and
+    some add what is no mark, such as runs of spaces."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [t.content for t in added if t.special or re.fullmatch("<.+>", t.content)]
+
+
 def usable_prompts(tokenizer, problems, name, most=math.inf):
-    """Leave out questions that hold a control token, and prompts of more than `most` tokens ->
-    (problems, tokens of the longest prompt). name: of the data set, for the messages. InputError if
-    no question is left."""
-    control = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    kept, longest, controlled, too_long = [], 0, 0, 0
+    """Leave out questions and references that hold a control token, and prompts of more than `most`
+    tokens -> (problems, tokens of the longest prompt). name: of the data set, for the messages.
+    InputError if no question is left."""
+    control = control_tokens(tokenizer)
+    kept, longest, controlled, too_long, wordings = [], 0, 0, 0, 0
     for problem in progress("prompts", problems, unit="prompt"):
-        if any(token in problem.question for token in control):
+        clean = [r for r in problem.references if not any(token in r for token in control)]
+        if not clean or any(token in problem.question for token in control):
             controlled += 1
         elif (size := len(encode_prompt(tokenizer, problem))) > most:
             too_long += 1
         else:
-            kept.append(problem)
+            wordings += len(problem.references) - len(clean)
+            kept.append(dataclasses.replace(problem, reference=clean[0], others=tuple(clean[1:])))
             longest = max(longest, size)
-    counts = f"{controlled} of {len(problems)} questions have a control token"
+    counts = f"{controlled} of {len(problems)} questions or answers have a control token"
     if most < math.inf:
         counts += f", and {too_long} prompts more than {most} tokens"
     require(kept, f"{name}: no question is left; {counts}")
     if len(kept) < len(problems):
         say(f"{name}: left out: {counts}")
+    if wordings:
+        say(f"{name}: left out of lists: {wordings} references with a control token")
     return kept, longest
+
+
+def show_first(tokenizer, problems, name):
+    """Print the first prompt and what is right. There a user sees what is missing."""
+    problem = problems[0]
+    prompt = shorten(tokenizer.decode(encode_prompt(tokenizer, problem)), 800)
+    reference = shorten(" or ".join(problem.references), 200)
+    say(f"{name}: the first prompt, as the model sees it:")
+    say("\n".join(f"  | {line}" for line in prompt.splitlines()))
+    say(f"  its reference: {reference}; its verifier: {problem.verifier}")
+
+
+def shorten(text, most):
+    """A text without its middle, if it has more than `most` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} [...] {text[-half:]}"

@@ -33,23 +33,75 @@ BOXED_LATEX = LatexExtractionConfig(
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what times out is not equal
 
 
-PUNCTUATION = " .,;:!?\"'`“”„‘’«»"
-LEADING_PUNCTUATION = re.compile(rf"((?!\.\d)[{PUNCTUATION}])*")  # the point of ".5" is none
+# What math-verify misreads, and what is read in its place, on both sides. In this order.
+REWRITES = [
+    (r"^\*\*(.+)\*\*$", r"\1"),  # Markdown's bold
+    (r"(?<!\.)(?<!\\right)\.\s*([$}]*)$", r"\1"),  # a final period, but not the one of \right.
+    (r"(?<=\d)(?:\\[,;]|~)(?=\d{3}(?!\d))", ""),  # 1\,000
+    (r"^(\d{1,3})((?: \d{3})+)$", lambda number: number[0].replace(" ", "")),  # 1 000
+    (r"^(-?\d+) (\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 3 1/2
+    (r"(?i)(?<=[\d$])\s*(?:dollars?|\\text\s*\{\s*dollars?\s*\})$", ""),
+    (r"^(?:\\approx|≈|approximately)\s*", ""),
+    (r"(^|[(\[,]\s*)–", r"\1-"),  # a dash as a sign
+    ("°", r"^{\\circ}"),
+    ("∞", r"\\infty "),
+    (r"(?:√|\\sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"√\s*([\d.]+|\w)", r"\\sqrt{\1}"),
+    ("√", r"\\sqrt"),
+    # 1.5e3. But 2e-1 may be 2e - 1, and smaller numbers are equal to math-verify.
+    (r"^(-?(?:\d+(?:\.\d+)?|\.\d+))e\+?0?(\d{1,2})$", r"\1\\times 10^{\2}"),
+    (r"^(-?(?:\d*\.\d+|1(?=e)|\d+(?=e-0)))e-0?([1-5])$", r"\1\\times 10^{-\2}"),
+]
+RAISED, LOWERED, FRACTIONS = "[⁺⁻⁰¹²³⁴-⁹]+", "[₀-₉]+", "[¼½¾⅐-⅞]"
 
 
 def equal_in_mathematics(answer, reference):
     """Whether math-verify finds both equal. What it cannot parse equals only the same text. The box
     is given to it without the text around it, where it would join neighbouring boxes."""
     gold, prediction = (
-        parse(rf"\boxed{{{text}}}", [BOXED_LATEX], extraction_mode="first_match")
+        parse(rf"\boxed{{{plain_formula(text)}}}", [BOXED_LATEX], extraction_mode="first_match")
         for text in (reference, answer)
     )
     return math_verify_equal(gold, prediction)
 
 
+def plain_formula(text):
+    """A formula in the characters and the forms that math-verify reads."""
+    plain = re.sub(RAISED, lambda digits: f"^{{{compatible(digits[0])}}}", text)
+    plain = re.sub(LOWERED, lambda digits: f"_{{{compatible(digits[0])}}}", plain)
+    plain = re.sub(FRACTIONS, lambda half: rf"\frac{{{compatible(half[0])}}}", plain)
+    plain = compatible(plain).replace("⁄", "}{").strip()  # of ½ as 1⁄2
+    for pattern, replacement in REWRITES:
+        plain = re.sub(pattern, replacement, plain)
+    return plain.strip() or text
+
+
+def compatible(text):
+    """Plain characters for their variants, such as full-width digits (Unicode's NFKC)."""
+    return unicodedata.normalize("NFKC", text)
+
+
+MARKUP = re.compile(r"\\(?:text|math)\w*\s*\{([^{}]*)\}|[$*]")
+LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[:.)]?|[:.)]\s.*)", re.DOTALL)
+SECOND_LETTER = re.compile(r"(?:\bor|\band|[,;\n])[ \t]*\(?[A-Z][:.)]\s")
+
+
 def same_letter(answer, reference):
-    """Whether the letter of a multiple-choice answer is the reference verbatim."""
-    return answer == reference
+    """Whether both name the same letter."""
+    return letter_in(answer) == letter_in(reference)
+
+
+def letter_in(text):
+    r"""The letter that a text consists of, as "A", "(A)." or "\text{A}", or that stands before the
+    text of its option, as in the prompt: "A: iron". Any other text, such as "A or B", stays as it
+    is."""
+    plain = MARKUP.sub(r"\1", text).strip()
+    letter = LETTER.fullmatch(plain)
+    return letter[1] if letter and not SECOND_LETTER.search(plain) else text
+
+
+PUNCTUATION = " .,;:!?\"'`“”„‘’«»"
+LEADING_PUNCTUATION = re.compile(rf"((?!\.\d)[{PUNCTUATION}])*")  # the point of ".5" is none
 
 
 def same_text(answer, reference):
@@ -118,13 +170,14 @@ def by_program(name, pairs):
 
 
 def accepts(name, problem, reference, answer):
-    """What a program returns. An error is no acceptance, and its first one is printed."""
+    """What a program returns. An error is no acceptance, and the first one of a rank is printed."""
     try:
         right = PROGRAMS[name](answer, reference)
     except Exception as error:  # one answer must not end a run
         if name not in FAILED:
             where = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
-            say(f"the verifier {name!r} fails on {where}: {message_of(error)}")
+            line = f"the verifier {name!r} fails on {where}: {message_of(error)}"
+            say(line, on_every_rank=True)  # each has questions of its own
         FAILED.add(name)
         return False
     require(isinstance(right, bool), f"the verifier {name!r} must return a bool, not {right!r:.80}")
@@ -136,5 +189,6 @@ def say_long_verdicts():
     seconds = all_gather(LONG)
     LONG.clear()
     if seconds:
+        count = f"{len(seconds)}, in all {sum(seconds):.0f} s"
         limit = "what math-verify does not decide in 5 s counts as wrong"
-        say(f"{len(seconds)} answers took a verifier {sum(seconds):.0f} s ({limit})")
+        say(f"answers that took a verifier 5 s or more: {count} ({limit})")

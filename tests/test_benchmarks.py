@@ -22,7 +22,13 @@ def test_speed(script, monkeypatch):
     code, out, err = script(gpu, "--shape tiny --repeats 1")
     assert code == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
-    assert {line["part"] for line in lines} == {"scoring", "decoding", "sampling", "updating"}
+    assert {line["part"] for line in lines} == {
+        "scoring",
+        "decoding",
+        "sampling",
+        "passages",
+        "updating",
+    }
     assert max(line.get("largest_difference", 0) for line in lines) < 1e-4
     assert all(line["seconds"] > 0 and line["commit"] and line["torch"] for line in lines)
 

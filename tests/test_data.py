@@ -1,10 +1,12 @@
+import decimal
 import json
 import re
 from unittest import mock
 
+import numpy
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, List, Value
 
 from engine.tokens import split_answer
 from runtime.cli import InputError
@@ -56,15 +58,134 @@ def test_the_columns_of_the_hub(load_rows):
         ("72", {"question": "c", "answer": "48/2 = 24\n#### 72"}),  # GSM8K
         ("0", {"question": "c", "answer": 0}),
         ("27", {"question": "g", "answer": 27.0}),  # a column of integers with a gap
-        ("1e+23", {"question": "g", "answer": 1e23}),  # the integer is 99999999999999991611392
         ("B", {"question": "f", "options": ["p", "q"], "answer": "q", "answer_letter": "B"}),
         ("J", {"question": "i", "options": [str(i) for i in range(12)], "answer": "J"}),
     ]
     problems = load_rows([row for _, row in rows])
     assert [problem.reference for problem in problems] == [reference for reference, _ in rows]
-    assert [problem.verifier for problem in problems] == ["text"] * 10 + ["letter"] * 2
-    assert problems[10].question == "f\nA: p\nB: q"
-    assert problems[11].question.endswith("\nK: 10\nL: 11")
+    assert [problem.verifier for problem in problems] == ["text"] * 9 + ["letter"] * 2
+    assert problems[9].question == "f\nA: p\nB: q"
+    assert problems[10].question.endswith("\nK: 10\nL: 11")
+
+
+def references(load_rows, answers):
+    return [p.reference for p in load_rows([{"question": "q", "answer": a} for a in answers])]
+
+
+NUMBERS = {
+    "0.00001": 1e-05,
+    "10000000000000000": 1e16,
+    "100000000000000000000000": 1e23,  # the integer is 99999999999999991611392
+    "0": -0.0,
+    "1234567": 1234567,
+    "0.5": 0.5,
+    "-3": -3.0,
+}
+
+
+def test_numbers_are_written_out(load_rows):
+    assert references(load_rows, NUMBERS.values()) == [*NUMBERS]
+
+
+@pytest.mark.parametrize("width", [numpy.float16, numpy.float32])
+def test_numbers_of_parquet_are_as_printed(tmp_path, width):
+    """A float of 16 bits would be 0.0999755859375, one of 32 bits 0.10000000149011612."""
+    exact = pyarrow.array([decimal.Decimal("1.50"), decimal.Decimal("2.00"), None])
+    printed = pyarrow.array(numpy.array([0.1, 1e-5, 7], width))
+    options = pyarrow.array([numpy.array([0.5, 0.1], width)] * 3)
+    for answer, expected in (exact, ["1.50", "2.00"]), (printed, ["0.1", "0.00001", "7"]):
+        table = pyarrow.table({"question": ["q"] * 3, "answer": answer})
+        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+        assert [p.reference for p in load_problems(tmp_path / "rows.parquet")] == expected
+    table = pyarrow.table({"question": ["q"] * 3, "answer": ["B"] * 3, "options": options})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert load_problems(tmp_path / "rows.parquet")[2].question == "q\nA: 0.5\nB: 0.1"
+
+
+GSM8K = {  # the working before the mark is left out
+    "work\n#### 12": "12",
+    "#### 12": "12",
+    "work\n####12": "12",
+    "work #### 12": "12",
+    "work\r\n#### 1,200\n": "1,200",
+    "work\n#### $12": "12",
+    "The answer is: 12": "The answer is: 12",
+    "#### Causes\nRain.": "#### Causes\nRain.",  # a heading
+}
+
+
+def test_every_form_of_the_mark_of_gsm8k(load_rows, capsys):
+    assert references(load_rows, GSM8K) == [*GSM8K.values()]
+    assert references(load_rows, ["work\n####", "12"]) == ["12"]
+    assert "1 of 2: rows [1]" in capsys.readouterr().err
+
+
+def test_choices_are_options(load_rows, capsys):
+    """The answer is the letter, the text or the index of one."""
+    metals = ["helium", "iron", "neon"]
+    rows = [{"question": "q", "choices": metals, "answer": a} for a in (1, "B", " iron", [1, "C"])]
+    rows += [{"question": "q", "options": o, "answer": 1} for o in (["1", "0"], [3, 1], ["1", 1])]
+    problems = load_rows(rows)
+    assert {p.question for p in problems[:4]} == {"q\nA: helium\nB: iron\nC: neon"}
+    assert [p.references for p in problems[:4]] == [("B",)] * 3 + [("B", "C")]
+    assert [p.reference for p in problems[4:]] == ["B"] * 3
+    assert {p.verifier for p in problems} == {"letter"} and capsys.readouterr().err.count("\n") == 1
+    # Out of range; no text; the text of two; the number as index is another than as text.
+    bad = (metals, 3), (metals, -1), (metals, 0.5), (metals, "1"), (metals, "ir"), (["x", "x"], "x")
+    rows += [{"question": "q", "choices": o, "answer": a} for o, a in (*bad, ([2, 0, 1], 2))]
+    assert load_rows(rows) == problems
+    assert "index from 0 of one option (7 of 14: rows [8, 9, 10])" in capsys.readouterr().err
+
+
+def test_class_labels_of_the_hub_are_their_names(monkeypatch, capsys):
+    text, yes_or_no = Value("string"), ClassLabel(names=["no", "yes"])
+    letters, digits = ClassLabel(names=["A", "B", "C"]), ClassLabel(num_classes=3)
+    cases = [  # the feature of the column, its values -> references
+        (yes_or_no, [1, 0, None, -1], ["yes", "no"]),
+        (List(yes_or_no), [[1, 0]], ["yes"]),
+    ]
+    options = [(letters, [1, 2], ["B", "C"]), (digits, [1, 2], ["B", "C"])]
+    for feature, answers, expected in cases + options:
+        columns = {"question": ["q"] * len(answers), "answer": answers}
+        features = {"question": text, "answer": feature}
+        if feature in (letters, digits):
+            columns["choices"] = [["helium", "iron", "neon"]] * len(answers)
+            features["choices"] = List(text)
+        table = Dataset.from_dict(columns, features=Features(features))
+        monkeypatch.setattr("datasets.load_dataset", lambda *_, table=table, split: table)
+        assert [problem.reference for problem in load_problems("a/b")] == expected
+    assert "2 of 4: rows [3, 4]" in capsys.readouterr().err
+
+
+def test_a_context_comes_before_the_question(load_rows, capsys):
+    row = {"question": "Who?", "answer": "Ana"}
+    rows = [row | {name: "Ana came."} for name in ("context", "passage", "article")]
+    rows += [row | {"context": "", "options": ["Ana", "Ben"]}]
+    *asked, blank = [problem.question for problem in load_rows(rows)]
+    assert asked == ["Ana came.\n\nWho?"] * 3 and blank == "Who?\nA: Ana\nB: Ben"
+    assert load_rows([*rows, row | {"context": ["a"]}])[-1].question == blank
+    assert "`context` is no text (1 of 5: rows [5])" in capsys.readouterr().err
+
+
+def test_columns_that_are_not_used_are_named_once(load_rows, capsys):
+    row = {"question": "q", "answer": "1", "solution": "s", "input": "x", "verifier": "text"}
+    load_rows([row] * 3 + [row | {"level": 1, "problem": "p"}])
+    said = "rows.jsonl: these columns are not used: solution, input, level, problem\n"
+    assert capsys.readouterr().err.endswith(said)
+    load_rows([row, {"question": "q", "solution": r"\boxed{1}", "verifier": "text"}])
+    assert "not used: input\n" in capsys.readouterr().err
+
+
+def test_likely_placeholders_are_named(load_rows, capsys):
+    row = {"question": "q", "verifier": "text"}
+    frequent = ["notfound"] * 2 + ["Yes", "B", "true", "1,000", r"$\frac{1}{2}$", "3.5%", "-7"] * 3
+    others = [f"answer {i}" for i in range(100 - len(frequent))]
+    load_rows([row | {"answer": answer} for answer in frequent + others])
+    said = "rows.jsonl: 'notfound' is the reference of 2% of the rows: a placeholder?\n"
+    assert capsys.readouterr().err.endswith(f"{said}")
+    load_rows([row | {"answer": answer} for answer in [*frequent[1:], *others, "x"]])
+    load_rows([row | {"answer": "N/A"}] * 99)
+    assert capsys.readouterr().err == ""
 
 
 def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
@@ -87,25 +208,37 @@ def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
 
 
 def test_an_answer_may_be_a_list(load_rows, capsys):
-    lists = [["14", r"\boxed{ 14 } ", 14.0, "fourteen"], ["14"], [], ["14", ""], ["14", True]]
-    rows = [{"question": "q", "answer": answers} for answers in lists]
+    """Each wording that can be used is right. One that cannot is left out, and not its row."""
+    lists = [["14", r"\boxed{ 14 } ", 14.0, "fourteen"], ["14"], [], ["14", ""], [True, "14", None]]
+    rows = [{"question": "q", "answer": answers} for answers in (*lists, ["", "}"])]
     rows += [{"question": "q", "options": ["x", "y", "z"], "answer": ["B", "C"]}]
     rows += [{"question": "q", "options": ["x"], "answer": ["A", "B"]}]
-    several, one, letters = load_rows(rows)
+    several, one, *cleaned, letters, letter = load_rows(rows)
     assert (several.reference, several.references) == ("14", ("14", "fourteen"))
-    assert one == Problem("q", "14", "text") and letters.references == ("B", "C")
+    assert cleaned == [one, one] == [Problem("q", "14", "text")] * 2
+    assert letters.references == ("B", "C") and letter.references == ("A",)
     problems = [letters, Problem("q", "B", others=("14",))]
     assert longest_reference(toy_model.build_tokenizer(), problems) == 4  # { 1 4 }
     said = capsys.readouterr().err
-    assert "(3 of 7: rows [3, 4, 5])" in said and "letter of an option (1 of 7: rows [7])" in said
-    assert "2 of 7 answers are lists: one of the list is enough" in said
+    assert "rows.jsonl: left out: no reference (`answer` as text or number, or" in said
+    assert "(2 of 8: rows [3, 6])" in said and "2 of 8 answers are lists" in said
+    wordings = re.findall(r"left out of lists: .*?(\w+)\)? \((\d) in rows \[(.*)\]\)", said)
+    assert wordings == [("box", "3", "4, 5, 5"), ("option", "1", "8")]
 
 
-def test_the_verifier_of_a_row_comes_first(load_rows, capsys):
-    rows = [row := {"question": "q", "answer": "14"}, row | {"verifier": "math"}]
+def test_the_verifier_of_a_row_comes_first(load_rows, capsys, monkeypatch):
+    row, options = {"question": "q", "answer": "A"}, {"options": ["x"]}
+    rows = [row, row | {"verifier": "math"}]
     assert [problem.verifier for problem in load_rows(rows)] == ["text", "math"]
     assert "verified as text; --verifier math reads formulas" in capsys.readouterr().err
     assert [p.verifier for p in load_rows(rows, verifier="letter")] == ["letter", "math"]
+    assert capsys.readouterr().err == ""
+    assert [p.verifier for p in load_rows([row | options, rows[1]], verifier="text")][1] == "math"
+    assert ": no row takes --verifier text: all name their own" in capsys.readouterr().err
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, split: Dataset.from_list([row]))
+    assert load_problems("a/b")[0].verifier == "math"
+    assert "verified as mathematics; --verifier text compares" in capsys.readouterr().err
+    load_problems("toy")
     assert capsys.readouterr().err == ""
 
 
@@ -117,6 +250,16 @@ def test_json_and_parquet_hold_the_same(tmp_path, load_rows):
     assert load_rows(rows)[0].reference == "014"  # readers that guess types make it 14
     for name in "rows.json", "MARKED.JSON", "rows.parquet":
         assert load_problems(tmp_path / name) == load_rows(rows)
+
+
+def test_json_lines_in_a_json_file(tmp_path):
+    row = json.dumps({"question": "q", "answer": "14"})
+    for content in f"{row}\n{row}\n", row:
+        (tmp_path / "rows.json").write_text(content)
+        with pytest.raises(
+            InputError, match=r"rows.json, row 1: .* a file of JSON lines must end in .jsonl\)$"
+        ):
+            load_problems(tmp_path / "rows.json")
 
 
 def test_webinstruct_is_cut_as_in_the_paper(monkeypatch):
@@ -145,14 +288,19 @@ def test_any_data_set_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_verifier_of_ones_own(monkeypatch, capsys):
-    """What fails is wrong, and said once; another reference may do. What it returns must be a
-    bool. One that is listed in MODELS sees the question."""
+    """What fails is wrong, and said once by each rank; another reference may do. What it returns
+    must be a bool. One that is listed in MODELS sees the question."""
     problem = Problem("Why?", "x", "mine", ("14",))
     monkeypatch.setitem(PROGRAMS, "mine", lambda answer, reference: int(answer) == int(reference))
     assert verify([(problem, answer) for answer in ("14", "15", "b")]) == [True, False, False]
     where = "the answer '14' to the question 'Why?'"
     said = f"the verifier 'mine' fails on {where}: invalid literal for int() with base 10: 'x'\n"
     assert capsys.readouterr().err == said
+    monkeypatch.setattr("tasks.verifiers.FAILED", set())
+    monkeypatch.setenv("RANK", "1")  # each rank prints its first one
+    assert verify([(problem, "c"), (problem, "d")]) == [False, False]
+    assert capsys.readouterr().err == said.replace("'14'", "'c'").replace("10: 'x'", "10: 'c'")
+    monkeypatch.delenv("RANK")
     monkeypatch.setitem(PROGRAMS, "mine", lambda answer, reference: (False, "because"))
     with pytest.raises(InputError, match=r"'mine' must return a bool, not \(False, 'bec"):
         verify([(problem, "c")])

@@ -16,15 +16,58 @@ from one_file import log_pi
 from engine.tokens import split_answer
 from reward_functions import REWARDS, Reward, judge, rewards
 from runtime.cli import InputError
-from runtime.report import say_long_verdicts
 from tasks import data, general_verifier, toy
-from tasks.verifiers import PROGRAMS, verify
+from tasks.verifiers import PROGRAMS, say_long_verdicts, verify
 
+A = [" A ", "A.", "(A)", "(A).", r"\text{A}", r"\textbf{(A)}", "$A$", "**A**", "A: iron", "A) iron"]
+A += [
+    "A. iron",
+    "(A) iron",
+    r"\text{A}: \text{iron}",
+    "A: P(B)",
+    "A: both B and C",
+    "A. John F. Kemp",
+]
+NOT_A = ["Apple", "AB", "A or B", "A, B", "A iron", "A: iron or B: neon", "A) iron, B) neon", "B"]
+NOT_A += ["a", "A.5", "A: iron\nB: neon", "B: A"]
+MATHEMATICS = [  # equal
+    *[("5.", "5"), ("x+1.", "x+1"), ("$5.$", "5"), (r"\text{cold.}", "cold"), ("$5$.", "5")],
+    *[
+        (r"1\,000", "1000"),
+        ("1 000 000", "1000000"),
+        ("5 dollars", "5"),
+        (r"5 \text{ dollars}", "5"),
+    ],
+    *[("90°", "90"), ("√2", r"\sqrt{2}"), ("2√(3)", r"2\sqrt{3}"), ("½", "1/2"), ("3½", "7/2")],
+    *[("–5", "-5"), ("５", "5"), ("x²", "x^2"), (r"\sqrt(2)", r"\sqrt{2}"), ("∞", r"\infty")],
+    *[(r"\left\{1, 2 \right.", r"\left\{1, 2 \right.")],  # this period is a delimiter
+    *[
+        ("3 1/2", "7/2"),
+        ("-3 1/2", "-7/2"),
+        ("3 1/2", r"3\frac12"),
+        ("1.5e3", "1500"),
+        ("1e-05", "0.00001"),
+        ("1e+16", "10^{16}"),
+        (r"\approx 5", "5"),
+    ],
+]
+OTHERS = [  # not equal
+    *[
+        ("3 1/2", "2"),
+        ("1e-7", "1e-8"),
+        ("1 2 3", "123"),
+        ("1, 200", "1200"),
+        ("5...", "5"),
+        ("3½", "3"),
+    ],
+    *[("10²", "102"), ("1 000", "1"), ("2–5", "25"), ("1e999999999", "1")],
+]
 VERDICTS = {  # (verifier, reference): {answer: whether it is right}
     ("math", r"\frac{1}{2}"): {r"\dfrac12": True, "0.5": True},  # as the authors set it up
     ("math", "x+1"): {"1+x": True},
     ("math", "14"): {"14": True, r"14 \text{ cm}": True, "15": False, "": False, None: False},
-    ("letter", "B"): {"B": True, "A": False, "B.": False},
+    ("letter", "A"): dict.fromkeys(A, True) | dict.fromkeys(NOT_A, False),
+    ("letter", "AB"): {"AB": True, "A": False},
     ("text", "New York"): {" new  york.": True, "York": False},  # case, spaces, ends
     ("text", r"\text{the fi\$h}"): {"The ﬁh": True},
     ("text", "3 1/2"): {"31/2": False},
@@ -49,6 +92,12 @@ def test_verdicts():
             pairs += [(problem, answer) for answer in expected]
             right += expected.values()
     assert verify(pairs) == right
+
+
+def test_what_math_verify_misreads_is_rewritten_on_both_sides():
+    for right, pairs in (True, MATHEMATICS), (False, OTHERS):
+        for one, other in [*pairs, *(pair[::-1] for pair in pairs)]:
+            assert verify([(data.Problem("q", other, "math"), one)]) == [right], (one, other)
 
 
 def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):

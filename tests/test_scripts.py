@@ -62,7 +62,7 @@ def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
     monkeypatch.setattr(train, "update", updated := mock.Mock(side_effect=train.update))
     flags = f"{quick} --reward {reward} --verifier-model {toy_model_dir} --steps 1 --out run"
     code, _, err = script(train, flags)
-    assert code == 0 and err.startswith(f"{reward} on "), err
+    assert code == 0 and re.search(f"^{re.escape(reward)} on ", err, re.M), err
     line = read_rows("run/metrics.jsonl")[1]
     assert (line["grad_norm"] > 0) == (line["zero_advantage_groups"] < 1)
     R = torch.tensor([row["R"] for row in read_rows("run/samples.jsonl")])  # two of four questions
@@ -221,7 +221,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     for seed in 0, 1:
         code, out, err = script(evaluate, f"{flags} --seed {seed} --out ~/{seed}")
         assert code == 0 and "average pass@1: " in out, err
-        assert "mine.jsonl: left out: 1 of 2 questions have a control token" in err
+        assert "mine.jsonl: left out: 1 of 2 questions or answers have a control token" in err
         assert "verified as text" not in err
         texts.append([row["texts"] for row in read_rows(f"{seed}/samples.jsonl")])
     assert texts[0] != texts[1]
@@ -271,6 +271,72 @@ def test_a_supervised_start(script, toy_model_dir, monkeypatch):
     assert is_for_transformers_4(Path("warm"))
 
 
+# -------------------------------------------------------------------------------------------- paths
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path, toy_model_dir):
+    """~, with a model and data in it. No shell replaces the ~ of `--flag=~/file`."""
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "model").symlink_to(toy_model_dir)
+    rows = '{"question": "Q?", "answer": "7", "solution": "so \\\\boxed{7}"}\n' * 2
+    for name in "a.jsonl", "b,c.jsonl":
+        (home / name).write_text(rows)
+    return home
+
+
+MODEL = "--model=~/model --max-new-tokens 4"
+TRAIN = f"{MODEL} --samples 2 --questions 2 --steps 1 --reward=general-verifier"
+WITH_TILDE = [
+    (train, f"{TRAIN} --dataset=~/a.jsonl --eval-dataset=~/a.jsonl --verifier-model=~/model"),
+    (evaluate, f"{MODEL} --dataset=~/a.jsonl,~/a.jsonl"),
+    (judge, f"{MODEL} --dataset=~/a.jsonl --samples 2"),
+    (warm_start, "--model=~/model --data=~/a.jsonl"),
+]
+
+
+@pytest.mark.parametrize("module, flags", WITH_TILDE)
+def test_a_tilde_is_the_home_directory(script, monkeypatch, home, module, flags):
+    monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 4)
+    code, _, err = script(module, f"{flags} --out=~/out")
+    assert code == 0 and any((home / "out").iterdir()), err
+
+
+def test_a_tilde_in_plot(script, home, finished_run):
+    (home / "run").symlink_to(finished_run)
+    code, out, err = script(plot, "~/run --out=~/curves.svg")
+    assert code == 0 and out == f"{home}/curves.svg\n" and Path(out.strip()).exists(), err
+
+
+def test_the_name_of_a_file_may_hold_commas(script, home):
+    code, _, err = script(evaluate, f"{MODEL} --runs 2 --dataset=~/b,c.jsonl --out out")
+    assert code == 0 and [*json.loads(Path("out/results.json").read_text())["results"]] == [
+        f"{home}/b,c.jsonl"
+    ], err
+
+
+QUOTED = [  # script, flags, the command that it prints for the directory "my run"
+    (train, f"{TRAIN} --reward=exact --dataset=~/a.jsonl", "python plot.py 'my run'\n"),
+    (judge, f"{MODEL} --dataset=~/a.jsonl --samples 2", "python plot.py 'my run' --question 0"),
+    (warm_start, "--model=~/model --data=~/a.jsonl", "python judge.py --model 'my run' --dataset"),
+]
+
+
+@pytest.mark.parametrize("module, flags, command", QUOTED)
+def test_commands_are_printed_as_a_shell_takes_them(script, home, module, flags, command):
+    code, out, err = script(module, flags.replace("=~", f"={home}"), "--out", "my run")
+    assert code == 0 and command in out, err
+
+
+def test_fewer_questions_than_a_step_draws(script, home):
+    flags = f"{TRAIN} --reward=exact --dataset=~/a.jsonl".replace("=~", f"={home}")
+    for questions, says in (3, "each is drawn 1.5 times a step"), (2, None):
+        code, _, err = script(train, f"{flags} --questions {questions} --out {questions}")
+        assert code == 0 and ("fewer questions" in err) == (says is not None), err
+        assert says is None or f"\nfewer questions than a step draws: {says}\n" in err
+
+
 # ---------------------------------------------------------------------------------------- bad input
 
 GOOD = '{"question": "Q?", "answer": "1"}\n'
@@ -305,9 +371,17 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
         r"cannot load the model adapter, .*it is an adapter .LoRA.*; merge it",
     ),
     (evaluate, "--model adapter", r"it is an adapter .*AutoPeftModelForCausalLM"),
-    (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
+    (
+        train,
+        "--resume --out {run} --eval-runs 3 --eval-dataset good.jsonl",
+        r"cannot go on, since .*eval_runs was 2 and",
+    ),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
-    (train, "--dataset control.jsonl", r"no question is left; 1 of 1 questions have a control"),
+    (
+        train,
+        "--dataset control.jsonl",
+        r"no question is left; 1 of 1 questions or answers have",
+    ),
     (evaluate, "--ask How", r"--ask takes no --dataset, --out"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1 .*surrogates not allowed"),
