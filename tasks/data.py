@@ -83,6 +83,8 @@ def load_problems(name_or_path, limit=None, verifier=None):
         say(f"{name}: left out: {count}")
     for remark in remarks(rows, problems, verifier, default):
         say(f"{name}: {remark}")
+    for remark in likely_placeholders(problems) if name not in TOY else []:
+        say(f"{name}: {remark}")
     return problems[:limit]
 
 
@@ -113,6 +115,9 @@ def remarks(rows, problems, verifier, default):
             how = "mathematics; --verifier text compares words"
         yield f"answers are verified as {how}"
 
+
+def likely_placeholders(problems):
+    """The (at most three) references that 2% of 100 problems or more have in common, in lines."""
     counts = collections.Counter(each for problem in problems for each in problem.references)
     odd = [each for each in counts.most_common() if not FREQUENT.fullmatch(each[0])]
     for reference, count in odd[:3]:

@@ -238,7 +238,7 @@ def test_the_verifier_of_a_row_comes_first(load_rows, capsys, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, split: Dataset.from_list([row]))
     assert load_problems("a/b")[0].verifier == "math"
     assert "verified as mathematics; --verifier text compares" in capsys.readouterr().err
-    load_problems("toy")
+    load_problems("toy"), load_problems("toy-test")  # where 4% of 200 are 'it is 10'
     assert capsys.readouterr().err == ""
 
 
