@@ -221,7 +221,7 @@ def test_the_matrix(tmp_path):
 
 
 def test_tab_reaches_all_in_reading_order(tmp_path):
-    """The controls of a step, those of its picture, and then Next."""
+    """A step, its controls, those of its picture, and then Next."""
     steps = """await go("all");
         const next = steps[order.indexOf("all")].lastChild;
         const kind = node => node.closest(".guess") ? "guess" : node.closest("#chips") ? "chips" :
@@ -233,8 +233,10 @@ def test_tab_reaches_all_in_reading_order(tmp_path):
           found.push(kind(document.activeElement)); tab(document.activeElement);
         }
         check("the end", document.activeElement === next);
-        tab(next); check("the next step", document.activeElement.id, "throw");
-        tab($("throw"), true); check("and back", document.activeElement === next);"""
+        tab(next); check("the next step", document.activeElement.dataset.step, "darts");
+        tab(document.activeElement, true); check("and back", document.activeElement === next);
+        steps[order.indexOf("row")].focus(); await drawn();  // it has no control of its own
+        tab(document.activeElement); check("its picture", kind(document.activeElement), "chips");"""
     walls = ["upright"] * 2 + ["wall"] * 9
     assert in_browser(tmp_path, steps) == ["guess"] * 3 + walls + ["chips"] * 4
 
