@@ -103,19 +103,12 @@ def test_a_walk_through_the_steps(tmp_path):
         const note = name => seen[name] = { ...numbers(), words: ["model", "behind", "rewards"]
           .map(id => text(`${id}-words`)), step: steps[order.indexOf(state.step)].textContent,
           fill: $("model").children[1].style.getPropertyValue("--share") };
-        for (const step of order) {
-          await go(step); note(step);
-          const stops = all(".story :is(button, input)").filter(node => node.tabIndex === 0);
-          const places = stops.map(node => node.closest(".step")?.dataset.step ?? "stage");
-          check("Tab: the step, then its picture", [...new Set(places), "stage"].slice(0, 2),
-            [step, "stage"]);
-        }
+        for (const step of order) { await go(step); note(step); }
         for (const name of ["rare", "back"]) { $("rare").click(); note(name); }
-        await go("columns");
-        for (const M of [8, 4, 1]) {
-          $("M").value = M; $("M").dispatchEvent(new Event("input")); note(M);
-        }
-        await go("all"); $("chips").children[2].click(); note("18"); return seen;"""
+        await go("all");
+        check("before the guess", text("rewards-words"), "");
+        all('[data-guess="mean"] button')[1].click(); note("all");
+        $("chips").children[2].click(); note("18"); return seen;"""
     seen = in_browser(tmp_path, steps)
     prior, likelihood = (torch.tensor(seen["all"][name]) for name in ("prior", "likelihood"))
     rho, area = exact_cer(prior, likelihood)[:, 0], short((prior @ likelihood)[0])
@@ -131,28 +124,144 @@ def test_a_walk_through_the_steps(tmp_path):
         said = f"R of dart {k + 1} {short(g['R'][k])}advantage {short(g['A'][k])}"
         assert seen[step]["words"][2].replace("+", "") == said
     assert f"R is {short(g['R'][0])}." in seen["back"]["step"]
+    assert f"always: {short(likelihood[0, 0], 2)}, dashed" in seen["slip"]["step"]  # VeriFree's
     assert seen["rare"]["group"]["R"][0] > 3 * g["R"][0]
-    for M, sd in ("8", ".041"), ("4", ".054"), ("1", ".157"):
-        assert f"8 × {M} = {8 * int(M)} readings" in seen[M]["step"]
-        assert seen[M]["words"][2].endswith(f"± {sd} (SD)")
+    changed = [i for i in range(8) if seen["rare"]["group"]["a"][i] != g["a"][i]]
+    assert changed == [5, 6] and "darts 6 and 7" in seen["rare"]["step"]
+
+
+def test_a_wall_is_dragged(tmp_path):
+    """By pointer and by keys. Every number of the model follows, and there is a way back."""
+    steps = """const wall = key => all(".wall").find(node => node.dataset.key === `wall ${key}`);
+        const send = (node, type, more) => node.dispatchEvent(
+          new PointerEvent(type, { bubbles: true, cancelable: true, ...more }));
+        const drag = (key, x, y) => {
+          const { left, bottom, width, height } = $("model").getBoundingClientRect();
+          send(wall(key), "pointerdown");
+          send(window, "pointermove", { clientX: left + x * width, clientY: bottom - y * height });
+          send(window, "pointerup");
+          send(window, "pointermove", { clientX: 0, clientY: 0 });  // no longer held
+        };
+        const press = (key, arrow) => wall(key).dispatchEvent(
+          new KeyboardEvent("keydown", { key: arrow, bubbles: true }));
+        const note = () => found.push({ ...numbers(), words: text("model-words"),
+          behind: text("behind-words"), levels: all('#rewards [data-key^="answer"]')
+            .map(node => parseFloat(node.style.getPropertyValue("--share")) / 100) });
+        drag("2 1", .6, .9); note();  // B now mostly ends in 14 eggs
+        drag("0 0", .3, .5); press("0 0", "ArrowRight");
+        drag("3 2", .9, 5); press("1 0", "ArrowDown");
+        await go("all"); note();
+        check("two ways to look at a dragged model", $("changed").hidden, false);
+        await go("darts");
+        check("the darts hit the first model", numbers().prior, EGGS.prior);
+        check("which is said", $("changed").hidden, false);
+        await go("all"); $("reset").click(); note();"""
+    found = in_browser(tmp_path, steps)
+    first, second, reset = ([torch.tensor(g[k]) for k in ("prior", "likelihood")] for g in found)
+    same(first[1][1].tolist(), torch.tensor([0.05, 0.85, 0.05, 0.05]))
+    same(second[0].tolist(), torch.tensor([0.31, 0.49, 0.2]))
+    same(second[1][0].tolist(), torch.tensor([0.49, 0.41, 0.05, 0.05]))
+    same(second[1][2].tolist(), torch.tensor([0.03, 0.01, 0.95, 0.01]))  # a slice keeps a hundredth
+    for g, model in zip(found, (first, second, reset), strict=True):
+        rho = exact_cer(*model)[:, 0]
+        same(g["rho"], rho)
+        if model is not first:
+            same(g["levels"], rho)
+            assert g["behind"].endswith(f"= {short(rho[1])}")
+    levels = zip(found[0]["answers"], exact_cer(*first)[:, 0], strict=True)
+    said = ", ".join(f"{answer} {short(rho)}" for answer, rho in levels)
+    assert found[0]["words"].endswith(f"CER: {said}")
+    assert exact_cer(*first)[1, 0] < 0.3 < exact_cer(*reset)[1, 0]
+
+
+def test_two_moves_are_bayes_rule(tmp_path):
+    """The slices of an answer keep their areas in the first move, and their proportions in the
+    second. Also for a reader who wants no motion."""
+    steps = """await go("gather");
+        for (const frame of [0, 1, 2]) {
+          $("frames").children[frame].click();
+          found.push([...$("behind").children].slice(0, 3).map(({ style }) =>
+            ["width", "height", "--share"].map(x => parseFloat(style.getPropertyValue(x)) / 100)));
+        }
+        const { prior, likelihood } = numbers(); found.push([prior, likelihood]);"""
+    *frames, model = in_browser(tmp_path, steps)
+    joint = torch.tensor(model[0]) * torch.tensor(model[1])[:, 1]
+    slices, tall, stretched = (torch.tensor(frame) for frame in frames)
+    same((slices[:, 0] * slices[:, 1]).tolist(), joint)
+    same(tall[:, :2].tolist(), torch.stack([joint, torch.ones(3)], 1))
+    same(stretched[:, 0].tolist(), joint / joint.sum())
+    assert (slices[:, 2] == tall[:, 2]).all() and (tall[:, 2] == stretched[:, 2]).all()
+
+
+def test_the_matrix(tmp_path):
+    """Its cells are W and P. Those that M leaves out are blank. Equal rows are read once."""
+    steps = """await go("columns"); all("[data-guess=M] button")[2].click();
+        for (const M of [8, 4, 1]) {
+          $("M").value = M; $("M").dispatchEvent(new Event("input"));
+          const cells = [...$("matrix").children], { k, group } = numbers();
+          found.push({ group, cells: cells.slice(0, 72).map(node => node.textContent),
+            blank: cells.slice(0, 72).map(node => node.matches(".none")),
+            lit: all("#matrix .lit")[0].style.bottom === cells[8 * k].style.bottom,
+            cost: all("[data-say=cost]")[0].textContent, words: text("rewards-words"),
+            likelihood: EGGS.likelihood });
+        }"""
+    sds = {8: ".041", 4: ".054", 1: ".157"}
+    for seen, (M, sd) in zip(in_browser(tmp_path, steps), sds.items(), strict=True):
+        g, likelihood = seen["group"], torch.tensor(seen["likelihood"])
+        check_group(g, likelihood, M)
+        W = [[("–" if w is None else short(w, 2)) for w in row] for row in g["W"]]
+        asked = [any(row[j] is not None for row in g["W"]) for j in range(8)]
+        P = [short(p, 2) if asked[j] else "–" for j, p in enumerate(likelihood[g["s"], 0].tolist())]
+        assert seen["cells"] == sum([*W, P], []) and seen["lit"]
+        assert seen["blank"] == [cell == "–" for cell in seen["cells"]]
+        read = {(a, j) for a, row in zip(g["a"], g["W"]) for j in range(8) if row[j] is not None}
+        read |= {(0, j) for j in range(8) if asked[j]}  # P is the row of 14, answer 0
+        assert seen["cost"] == f"{len(read)} readings"
+        assert seen["words"].endswith(f"± {sd} (SD)")
+
+
+def test_tab_reaches_all_in_reading_order(tmp_path):
+    """A step, its controls, those of its picture, and then Next."""
+    steps = """await go("all");
+        const next = steps[order.indexOf("all")].lastChild;
+        const kind = node => node.closest(".guess") ? "guess" : node.closest("#chips") ? "chips" :
+          [...node.classList].at(-1) ?? node.tagName;
+        const tab = (node, shiftKey) => node.dispatchEvent(
+          new KeyboardEvent("keydown", { key: "Tab", shiftKey, bubbles: true, cancelable: true }));
+        all("[data-guess] button")[0].focus();
+        for (let k = 0; k < 25 && document.activeElement !== next; k++) {
+          found.push(kind(document.activeElement)); tab(document.activeElement);
+        }
+        check("the end", document.activeElement === next);
+        tab(next); check("the next step", document.activeElement.dataset.step, "darts");
+        tab(document.activeElement, true); check("and back", document.activeElement === next);
+        steps[order.indexOf("row")].focus(); await drawn();  // it has no control of its own
+        tab(document.activeElement); check("its picture", kind(document.activeElement), "chips");"""
+    walls = ["upright"] * 2 + ["wall"] * 9
+    assert in_browser(tmp_path, steps) == ["guess"] * 3 + walls + ["chips"] * 4
 
 
 def test_learning(tmp_path):
-    """What the settings say."""
-    steps = """for (const setting of Object.keys(SETTINGS)) {
-          await learn(setting);
+    """What the settings say, after a guess."""
+    steps = """await go("slip"); $("race").scrollIntoView(); await drawn();
+        check("nothing before a guess", $("curves").innerHTML + Object.keys(measured), "");
+        for (const setting of Object.keys(SETTINGS)) {
+          learn(setting); check("hidden", all(".two")[0].checkVisibility(), false);
+          $("race").querySelector("button").click();
+          while (!/CER needs/.test(text("result"))) await drawn();
+          check("dots", all("#lengths .dots").length, 4);
           found.push([...text("result").matchAll(/(\\d+) steps/g)].map(([, n]) => +n));
         }"""
     ratios = [ours / exact for ours, exact in in_browser(tmp_path, steps)]
     assert ratios == pytest.approx([0.6, 1, 1, 1, 0.45, 1.7], rel=0.15)
 
 
-def group(step, R, **more):
-    """One line of train.py's samples.jsonl: four samples, of which the second is cut off."""
-    line = {"step": step, "question": "Ana has\n\n3 bags.", "reference": "14", "R": R}
+def group(step, R=None, **more):
+    """One line of a run's file: four samples, of which the second is cut off. R: samples.jsonl."""
+    line = {"step": step, "question": "Ana has\n\n3 bags.", "references": ["14", "14 eggs"]}
     line |= {"answers": ["14", None, "<img src>", "14"], "truncated": [False, True, False, False]}
-    line |= {"texts": [r"So \boxed{14}", "I count the\neggs and", "<img src>", "14!"]} | more
-    return json.dumps(line) + "\n"
+    line |= {"texts": [r"So \boxed{14}", "I count the\neggs and", "<img src>", "14!"]}
+    return json.dumps(line | ({"R": R} if R else {}) | more) + "\n"
 
 
 def test_the_files_of_a_run(tmp_path, finished_run):
@@ -160,22 +269,49 @@ def test_the_files_of_a_run(tmp_path, finished_run):
     matrices |= {"log_W": [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]], "log_P": [-1, -5, -2]}
     R = cer(torch.tensor(matrices["log_W"][0]), torch.tensor(matrices["log_P"])).item()
     run = group(1, [0.4, 0, 0.1, 0.4], **matrices)
-    run += group(2, [0.5] * 4, verdicts=["right", None, "wrong", "<img src>"], **matrices)
-    hostile = [group(1, [0.5] * 3), "null\n", '{"text": {}}\n', group(1, [0] * 4, log_W=[[9]])]
+    run += group(2, [0.5] * 4, right=[True, None, False, None], **matrices)
+    no_box = dict.fromkeys(["distinct_answers", "columns", "log_W", "log_P"], [])
+    no_box = group(3, [0.0] * 4, right=[False] * 4, answers=[None] * 4, **no_box)
+    evaluated = group(4, right=[True, False, False, True], index=7, dataset="x.jsonl")
+    bad = [group(1, [0.5] * 3), "null\n", '{"text": {}}\n', group(1, [0] * 4, log_W=[[9]])]
+    bad += [group(1, [0] * 4, right=["right"] * 4), '{"question": "half a li']
     files = [(finished_run / f"{name}.jsonl").read_text() for name in ("samples", "evaluations")]
     steps = f"""check("a real group", groups.length === 1 && $("run-behind").children.length > 5);
+        const shown = id => $(id).checkVisibility(), names = () => [...$("samples").children]
+          .map(node => node.textContent), first = source;
+        check("two wordings", new Set(names().filter(name => name[0] === "✓")).size > 1);
+        for (const sample of names().keys()) {{
+          $("samples").children[sample].click();
+          check("its level is R", text("run-behind-words").slice(6),
+            text("run-rewards-words").slice(2).split(",")[0]);
+        }}
+        await open("{{");
+        check("a broken file", text("opened"),
+          `f cannot be shown: line 1 is no JSON. Below is still ${{first}}`);
         await open({json.dumps(run)} + "\\n  \\n{{");
-        check("a bad line", text("opened").startsWith("f: 2 groups. Left out: 1 (line 5: "));
+        check("a bad line", text("opened"), "f: 2 groups. Left out: 1 (line 5 is no JSON).");
         check("the best", ["samples", "run-rewards-words", "run-behind-words"].map(text).join("|"),
           "1414<img src>(no answer)|R .400, advantage +.233|level {short(R)}");
+        check("a box", [$("text").textContent, all("mark").length], "Sample 1\\n\\nSo 14,1");
+        check("all references", text("asked").includes("Reference: 14 or 14 eggs (verbatim in 2"));
         $("index").value = 2; $("index").onchange({{ target: $("index") }});
+        check("who is right", names().sort(), "(no answer),14,✓ 14,✗ <img src>");
+        check("hues", all("#run-behind .slice").map(node => node.classList[2]).sort(), "A,B,C");
         $("samples").children[2].click();
         check("hostile texts", text("text").endsWith("<img src>") && !document.images.length);
-        for (const line of {json.dumps(hostile)}) {{
+        for (const line of {json.dumps(bad)}) {{
           await open(line);
-          check("the file", text("opened").startsWith("f is no samples.jsonl: line"), true);
+          check("the file", /^f cannot be shown: line 1 (has no|is no JSON)/.test(text("opened")));
+          check("one line number", text("opened").match(/line/g).length, 1);
           check("the group that was open", groups.length, 2);
+          check("its name", text("opened").endsWith("Below is still f"));
         }}
+        await open({json.dumps(no_box)});
+        check("no box", ["boxless", "run-behind", "run-rewards"].map(shown), "true,false,false");
+        check("no verdict without an answer", names(), Array(4).fill("(no answer)"));
+        await open({json.dumps(evaluated)});
+        check("an evaluation", [shown("boxless"), shown("run-rewards"), ...names()],
+          "false,false,✓ 14,✓ 14,(no answer),✗ <img src>".split(","));
         for (const file of {json.dumps(files)}) {{
           await open(file);
           found.push([groups.length, $("samples").children.length]);
