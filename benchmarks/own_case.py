@@ -198,10 +198,7 @@ def wordings(samples):
                 order = numpy.sign(x[:, None] - x) * numpy.sign(y[:, None] - y)
                 pairs += len(x) * (len(x) - 1) // 2
                 differ += int((order < 0).sum()) // 2
-    print(
-        f"{questions} questions: two wordings of the reference disagree on the order of {differ} of "
-        f"{pairs} pairs of answers"
-    )
+    print(f"{questions} questions, {pairs} pairs of answers: two wordings disagree on {differ}")
     low, middle, high = numpy.quantile(ratios, [0.25, 0.5, 0.75])
     print(
         f"the largest reward under the rarest wording over that under the likeliest: median "
