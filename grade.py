@@ -200,21 +200,22 @@ def say_agreement(samples, by):
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("directories", nargs="+", type=Path, metavar="DIR", help="of judge, evaluate or train")
+    add("directories", nargs="+", metavar="DIR", help="of judge, evaluate or train")
     add("--by", default="you", metavar="you|MODEL", help="who grades: you, or a model's id or path")
-    add("--prompt", type=Path, help="file with another prompt for the model")
+    add("--prompt", help="file with another prompt for the model")
     add("--questions", type=cli.number(int, 1), default=50, help="grade at most K questions")
     add("--seed", type=int, default=0, help="random seed of the choice of questions")
     add("--table", action="store_true", help="ask nothing, show what the grades say")
     args = parser.parse_args()
-    prompt = args.prompt and args.prompt.read_text(encoding="utf-8")
+    directories = [Path(each) for each in args.directories]
+    prompt = args.prompt and Path(args.prompt).read_text(encoding="utf-8")
     complete = prompt is None or {*FIELDS.findall(prompt)} == {"question", "reference", "answer"}
     cli.require(complete, f"{args.prompt} needs {{question}}, {{reference}} and {{answer}}")
-    samples = read_samples(args.directories)
+    samples = read_samples(directories)
     questions = draw(samples, args.questions, args.seed)
-    samples, grades = samples[samples.question.isin(questions)], Grades(args.directories)
+    samples, grades = samples[samples.question.isin(questions)], Grades(directories)
     if not args.table:
-        with lock(args.directories[0]) if cli.is_rank_0() else contextlib.nullcontext():
+        with lock(directories[0]) if cli.is_rank_0() else contextlib.nullcontext():
             if args.by == "you":
                 by_you(samples, questions, grades)
             else:
@@ -231,7 +232,7 @@ def main():
             say_agreement(samples, by)
     known = samples.dropna(subset=[args.by])
     truth = dict(zip(zip(known.question, known.key), known[args.by]))
-    for directory in args.directories:
+    for directory in directories:
         _, lines = read_lines(directory)
         by_judge = [x for x in lines if "rewards" in x and x["question"] in {*known.question}]
         for line in by_judge:

@@ -54,7 +54,7 @@ def open_run_directory(out, name, resume=False):
     locked until this process ends. InputError if another process holds it, or if it is not empty
     and the run is not resumed."""
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
-    out = Path(all_gather([out or default])[0]).expanduser()
+    out = Path(all_gather([out or default])[0])
     if is_rank_0():
         # What a run leaves that was refused before its first step; it may be started again.
         leftovers = {"lock", "warm-start", "config.json.partial"}
