@@ -24,7 +24,10 @@ TOOLS = """const found = [], drawn = (ms = 99) => new Promise(done => setTimeout
     const check = (what, is, expected = true) => {
       if (`${is}` !== `${expected}`) throw Error(`${what}: ${is}, not ${expected}`);
     };
-    const go = async name => { steps[order.indexOf(name)].scrollIntoView(); await drawn(); };
+    const go = async name => {
+      steps[order.indexOf(name)].scrollIntoView();
+      do await drawn(); while (state.step !== name);
+    };
     const text = id => $(id).textContent, open = (...lines) => openRun(new File(lines, "f"));"""
 
 
@@ -202,6 +205,8 @@ def test_the_matrix(tmp_path):
           found.push({ group, cells: cells.slice(0, 72).map(node => node.textContent),
             blank: cells.slice(0, 72).map(node => node.matches(".none")),
             lit: all("#matrix .lit")[0].style.bottom === cells[8 * k].style.bottom,
+            tops: [0, 8, 64].map(i => parseFloat(cells[i].style.bottom) +
+              parseFloat(cells[i].style.height)),
             cost: all("[data-say=cost]")[0].textContent, words: text("rewards-words"),
             likelihood: EGGS.likelihood });
         }"""
@@ -216,6 +221,8 @@ def test_the_matrix(tmp_path):
         assert seen["blank"] == [cell == "–" for cell in seen["cells"]]
         read = {(a, j) for a, row in zip(g["a"], g["W"]) for j in range(8) if row[j] is not None}
         read |= {(0, j) for j in range(8) if asked[j]}  # P is the row of 14, answer 0
+        high = 100 / 9.4  # of nine rows, P a little apart
+        assert seen["tops"] == pytest.approx([100, 100 - high, high])
         assert seen["cost"] == f"{len(read)} readings"
         assert seen["words"].endswith(f"± {sd} (SD)")
 
