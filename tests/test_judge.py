@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pandas
 import pytest
 from processes import finish, run_in, start_ranks
@@ -56,6 +57,14 @@ def test_aim_knows_the_size_of_rewards_and_auc_does_not():
     assert ends == pytest.approx([0.5, 1], abs=1e-3)
     right, wrong = ((truth * size)[truth == x].to_frame() for x in (1, 0))
     assert judge.auc(right, wrong) == 1
+
+
+def test_the_interval_is_that_of_the_normal_distribution():
+    """For the mean of 400 questions, half of which have 1."""
+    coins = numpy.arange(400).reshape(-1, 1) % 2
+    of = judge.interval("x", coins, lambda drawn: drawn.mean(-2))
+    ends = [of[name].item() for name in ("x, low", "x", "x, high")]
+    assert ends == pytest.approx([0.5 - 1.96 * 0.025, 0.5, 0.5 + 1.96 * 0.025], abs=0.005)
 
 
 def test_each_of_several_references_is_verbatim(capsys):
@@ -116,7 +125,7 @@ def test_a_killed_judge_goes_on(script, toy_model_dir, monkeypatch):
     path = Path("j/samples.jsonl")
     lines = path.read_text()
     assert code == 0 and len(lines.splitlines()) == 5, err
-    path.write_text("".join(lines.splitlines(keepends=True)[:3])[:-9])
+    path.write_text("".join(lines.splitlines(keepends=True)[:4])[:-9])
     sampled = mock.Mock(side_effect=judge.sample)
     monkeypatch.setattr(judge, "sample", sampled)
     code, resumed, err = script(judge, f"{flags} --resume")
