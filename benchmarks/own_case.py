@@ -20,13 +20,14 @@ import math
 import sys
 from pathlib import Path
 
+import measure  # noqa: F401
 import numpy
 import pandas
 import torch
 
 from cer import cer
 from grade import Grades, read_lines, read_samples, verdicts
-from judge import auc, interval, judge_rewards
+from judge import advantage_products, aim, auc, interval, judge_rewards
 from reward_functions import f1, words
 from runtime.report import RARE
 from tasks.verifiers import plain_text
@@ -109,7 +110,9 @@ def finite(rows):
 def written(value):
     if isinstance(value, list):
         return " ".join(f"{x:.4g}" for x in value)
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+    if value is None or value != value:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 # -------------------------------------------------------------------------------------- the numbers
@@ -123,9 +126,9 @@ def read_csv(path):
     samples = pandas.read_csv(path, keep_default_na=False)
     for name in "cer", "verifree", "exact", "text", "overlap":
         samples[name] = samples[name].astype(str).str.split().map(lambda xs: [float(x) for x in xs])
-    samples = samples[samples.right.astype(str) != ""]
-    right = samples.right.astype(str).map({"True": True, "False": False, "1": True, "0": False})
-    return samples.assign(right=right, answered=samples.answer != "")
+    right = samples.right.astype(str).map({"1": True, "0": False})  # else it is left out
+    samples = samples.assign(right=right, answered=samples.answer != "")[right.notna()]
+    return samples.astype({"right": bool})
 
 
 def with_rewards(samples, which):
@@ -167,12 +170,16 @@ def tell(samples):
                 pairs += len(right) * len(wrong)
         aucs = numpy.array(aucs)
         tables[which] = aucs
+        products = advantage_products(frame, list(NAMES))
         title = "one reference (the first)" if which == 0 else "all references"
         print(f"\n{title}: {both} questions with right and wrong answers, {pairs} pairs")
         shown = table[[c for c in table if "groups," not in c and "nothing" not in c]]
         print(shown.round(3).to_string())
         differences = aucs[:, :1] - aucs[:, 1:]
         say_differences("AUC: cer minus", NAMES[1:], differences)
+        of = interval("d", products, lambda drawn: aim(drawn)[..., :1] - aim(drawn)[..., 1:])
+        for name, *values in zip(NAMES[1:], of["d"], of["d, low"], of["d, high"]):
+            print("aim: cer minus {}: {:.3f} ({:.3f} to {:.3f})".format(name, *values))
     say_differences("AUC: all minus one reference,", NAMES, tables["all"] - tables[0])
 
 
