@@ -160,7 +160,8 @@ def passages(model, tokenizer, length, repeats, N=16, prompt=320, new=24):
         (completions, _), sampled = measure(repeats, generate, model, prompts, new)
         contexts = [ids + more[:-1] for ids, more in zip(prompts, completions)]
         _, scored = measure(repeats, answer_logprobs, model, tokenizer, contexts, answers)
-        seconds = {"sample_seconds": sampled["seconds"], "score_seconds": scored["seconds"]}
+        both = sampled["seconds"], scored["seconds"]
+        seconds = dict(zip(("sample_seconds", "score_seconds"), both)) | {"seconds": sum(both)}
         yield {"N": N, "prompt": prompt, "new": new, "how": how} | seconds
 
 

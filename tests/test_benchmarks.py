@@ -8,9 +8,13 @@ from pathlib import Path
 
 import compare_rewards
 import gpu
+import own_case
 import pandas
+import pytest
 
+import judge
 import train
+from runtime.files import read_rows
 from tasks import toy_model
 
 
@@ -31,6 +35,31 @@ def test_speed(script, monkeypatch):
     }
     assert max(line.get("largest_difference", 0) for line in lines) < 1e-4
     assert all(line["seconds"] > 0 and line["commit"] and line["torch"] for line in lines)
+
+
+def test_the_csv_of_the_own_case_is_what_judge_wrote(script, toy_model_dir, capsys):
+    """Of each reference by itself; their sums are the rewards of the list."""
+    question = "Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"
+    row = {"question": question, "answer": ["14", "9 eggs", "it is 14"], "verifier": "text"}
+    Path("q.jsonl").write_text(json.dumps(row))
+    flags = f"--model {toy_model_dir} --dataset q.jsonl --samples 16 --max-new-tokens 32"
+    code, _, err = script(judge, f"{flags} --rewards cer,verifree,exact,overlap --out j")
+    assert code == 0, err
+    [group] = read_rows("j/samples.jsonl")
+    lines = list(own_case.sample_lines(Path("j"), "toy", "7", "nobody"))
+    assert [line["answer"] for line in lines] == [answer or "" for answer in group["answers"]]
+    for name, over in {"cer": sum, "verifree": sum, "exact": max, "overlap": max}.items():
+        assert [over(line[name]) for line in lines] == pytest.approx(
+            group["rewards"][name], abs=1e-6
+        )
+    assert [max(line["text"]) == 1 for line in lines] == group["right"]
+    graded = [{k: own_case.written(x) for k, x in line.items()} for line in lines]
+    for line in graded:  # as if 9 were the truth
+        line["right"] = int("9" in line["answer"])
+    pandas.DataFrame(graded).to_csv("own.csv", index=False)
+    for part in own_case.tell, own_case.wordings, own_case.beyond_P:
+        part(own_case.read_csv("own.csv"))
+    assert "1 questions, 16 samples" in capsys.readouterr().out
 
 
 def test_differences_are_paired_by_seed():

@@ -1,11 +1,18 @@
 """What the README and docs/ say of files, flags, lines and imports is so. .ci/run runs the ```sh
 blocks."""
 
+import math
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import group_of, tiny_model
+
+from reward_functions import judge
+from tasks import verifiers
+from tasks.data import Problem
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -59,3 +66,31 @@ def test_cer_needs_torch_transformers_and_one_file():
     assert imports("cer.py") == {"dataclasses", "os", "typing", "torch", "engine.tokens"}
     needed = {name.split(".")[0] for name in imports("engine/tokens.py")}
     assert needed - sys.stdlib_module_names == {"torch", "transformers"}
+
+
+def test_the_verifiers_and_the_reward_of_the_pages_do_what_is_said(tokenizer, monkeypatch):
+    """running.md: a number within one percent; a verifier that reads the question; a reward."""
+    page, names = ROOT / "docs" / "running.md", {"math": math, "torch": torch}
+    for code in re.findall(r"```python\n(# In .*?)```", page.read_text(), re.S):
+        exec(code, names)
+    monkeypatch.setitem(verifiers.PROGRAMS, "one-percent", names["within_one_percent"])
+    monkeypatch.setitem(verifiers.MODELS, "in-list", names["in_a_list"])
+    about, listed = Problem("Q", "100", "one-percent"), Problem("List all", "7", "in-list", ("8",))
+    pairs = [(about, "100.9"), (about, "102"), (about, "about 3"), (listed, "1, 8"), (listed, "9")]
+    pairs.append((Problem("Which?", "7", "in-list"), "7"))
+    assert verifiers.verify(pairs) == [True, False, False, True, False, False]
+    group = group_of(tokenizer, [r"\boxed{7}", "none", r"so \boxed{8}"], ["7", "7 eggs"])
+    [judged] = judge([group], {"actor"}, tiny_model(len(tokenizer)), tokenizer)
+    both = judged.scores.log_references.tolist()  # [2 references, 2 columns]
+    expected = [math.exp(max(both[0][c], both[1][c] / 2)) for c in (0, 1)]
+    assert names["per_word"](judged).tolist() == pytest.approx([expected[0], 0, expected[1]])
+
+
+def test_every_decimal_of_the_readme_is_on_a_page_or_in_a_result():
+    known = "".join(path.read_text() for path in PAGES[1:])
+    known += "".join(path.read_text() for path in (ROOT / "benchmarks/results").glob("*.md"))
+    known = [float(x) for x in re.findall(r"\d*\.\d+", known)]
+    readme = re.sub(r"```.*?```", "", PAGES[0].read_text(), flags=re.S)
+    for number in re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", readme):
+        digits = len(number.split(".")[1])
+        assert any(f"{x:.{digits}f}".lstrip("0") == number.lstrip("0") for x in known), number
