@@ -82,9 +82,9 @@ class Scores:
         reward_of = dict(zip(self.distinct_answers, cer(self.log_W, self.log_P).tolist()))
         return torch.tensor([reward_of[answer] if answer else 0.0 for answer in self.answers])
 
-    def P(self):
-        """P of each sample's own solution [N], which is VeriFree's reward. 0 without a closed box,
-        since nothing says where the solution ends."""
+    def verifree(self):
+        """VeriFree's reward, P of each sample's own solution [N]. 0 without a closed box, since
+        nothing says where the solution ends."""
         P = torch.zeros(len(self.answers))
         P[self.columns] = self.log_P.exp()
         return P
@@ -134,12 +134,12 @@ def score(model, tokenizer, prompt, completions, reference, M=None):
 def rewards(model, tokenizer, prompt, completions, reference, M=None):
     """CER of the N samples of one question -> (R [N], Scores), for another trainer. The inputs are
     those of `score`. No gradient flows through R."""
-    scores = score(model, tokenizer, prompt, completions, reference, M)
-    # A solution is scored after all that is on its left. (Padding on the right is never read.)
+    # Padding on the left would be read as a part of the context. (On the right it is never read.)
     padding = tokenizer.pad_token_id
     padded = any(ids[:1] == [padding] and {*ids} > {padding} for ids in (prompt, *completions))
-    if padded and padding != tokenizer.bos_token_id:
+    if padded and padding != tokenizer.bos_token_id:  # some prompts begin with it rightly
         raise ValueError("prompt or completions are padded on the left: pass them without padding")
+    scores = score(model, tokenizer, prompt, completions, reference, M)
     return scores.cer(), scores
 
 
@@ -153,7 +153,7 @@ def check_inputs(prompt, completions, references, M):
     is_list = isinstance(references, (list, tuple)) and references
     if not is_list or not all(isinstance(each, str) for each in references):
         raise ValueError(f"the reference must be a string, or a list of some, got {references!r}")
-    for each in references:
+    for each in references:  # each must come back whole from its own box
         if not each or split_answer(rf"\boxed{{{each}}}") != (len(r"\boxed"), each):
             raise ValueError(f"{each!r} is empty, holds a box, or has unmatched braces")
     if M is not None and M < 1:
@@ -162,7 +162,7 @@ def check_inputs(prompt, completions, references, M):
 
 # ----------------------------------------------------------------------------- W and P from a model
 
-TOKENS_AT_ONCE = 4096  # contexts and the answers after them; more would mostly add padding
+TOKENS_AT_ONCE = 4096  # of a batch of contexts, with the answers read after each; padded
 ANSWER_TOKENS_AT_ONCE = 1024  # in one pass over answers, except when one answer is longer
 
 

@@ -23,7 +23,7 @@ from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_every
 from runtime.report import group_record
 from tasks.data import HUB, TOY, load_problems, to_problem
 from tasks.prompts import show_first, usable_prompts
-from tasks.verifiers import VERIFIERS, say_long_verdicts
+from tasks.verifiers import VERIFIERS
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
@@ -44,7 +44,6 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     records = all_gather(
         [group_record(each, index=rank + world * k) for k, each in enumerate(judged)]
     )
-    say_long_verdicts()
     records.sort(key=lambda record: record["index"])
     samples = pandas.DataFrame(records).explode(["answers", "right", "truncated", "tokens"])
     verbatim = [

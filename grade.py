@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from engine.load import load
 from judge import say_judgement
-from runtime.files import append_rows, lock, read_rows
+from runtime.files import append_rows, lock, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks
 from runtime.report import brief
 from tasks.data import Problem
@@ -88,10 +88,16 @@ class Grades:
     """What is in the files grades.jsonl of the directories. New grades go into the first."""
 
     def __init__(self, directories):
-        self.path, self.of = directories[0] / "grades.jsonl", {}  # of[by][question, key]
-        for path in (directory / "grades.jsonl" for directory in directories):
+        self.of = {}  # of[by][question, key]
+        self.path, *others = (directory / "grades.jsonl" for directory in directories)
+        for path in (self.path, *others):
             for row in read_rows(path, log=True) if path.exists() else []:
                 self.note(**row)
+
+    def mend(self):
+        """Take off half a line that a kill has left, before others are appended."""
+        if self.path.exists():
+            write_atomically(self.path, to_jsonl(read_rows(self.path, log=True)))
 
     def note(self, question, answer, right, by):
         self.of.setdefault(by, {})[question, plain_text(answer)] = right
@@ -116,11 +122,13 @@ def by_you(samples, questions, grades):
         question, graded = questions[at], grades.of.get("you", {})
         asked = [a for key, a in doubts[question].items() if back or (question, key) not in graded]
         references = samples.references[samples.question == question].iloc[0]
-        title, reply = f"{at + 1} of {len(questions)}:", {}
+        reply = {}
         if asked:
+            title = f"{at + 1} of {len(questions)}:"
             reply = cli.ask_numbers(title, question, " or ".join(references), asked)
         if reply == "q":
-            return print("\nstopped; the same command goes on")
+            print("\nstopped; the same command goes on")
+            return
         back = reply == "b"
         if not back:
             for answer, right in reply.items():
@@ -128,9 +136,9 @@ def by_you(samples, questions, grades):
         at = max(0, at - 1) if back else at + 1
 
 
-def by_model(samples, questions, grades, name, prompt):
-    """Ask a model in batches, in the order of the questions."""
-    device, graded = init_ranks(), grades.of.get(name, {})
+def by_model(samples, questions, grades, by, model, prompt):
+    """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
+    graded, undecided = grades.of.get(by, {}), 0
     rank, world = dist.get_rank(), dist.get_world_size()
     todo = []
     for question in questions:
@@ -138,14 +146,13 @@ def by_model(samples, questions, grades, name, prompt):
         problem = Problem(question, first, others=tuple(others))
         doubts = in_doubt(samples, question).items()
         todo += [(problem, answer) for key, answer in doubts if (question, key) not in graded]
-    model, undecided = load(name, device), 0
     for start in cli.progress("grade", range(0, len(todo), AT_ONCE * world), unit="batch"):
         batch = todo[start : start + AT_ONCE * world]
         share = math.ceil(len(batch) / world)
         decisions = all_gather(decide(batch[rank * share : (rank + 1) * share], model, prompt))
         for (problem, answer), decision in zip(batch, decisions):
             undecided += decision is None  # not accepted, as in training
-            grades.save(problem.question, answer, decision is True, name)
+            grades.save(problem.question, answer, decision is True, by)
     if undecided:
         cli.say(f"{undecided} of {len(todo)} replies hold no decision; they count as wrong")
 
@@ -154,9 +161,9 @@ def by_model(samples, questions, grades, name, prompt):
 
 
 def verdicts(samples, questions, graded):
-    """For each sample whether it is right, None where that is not known. The questions count up to
-    the first that has an answer without a grade: those after it which need none are the easy ones.
-    graded: {(question, key): right}; a question with None is left out."""
+    """For each sample whether it is right, None where that is not known. Only questions before the
+    first ungraded answer count. Later ones that happen to need no grade are the easy ones, and
+    would raise the share. graded: {(question, key): right}; a question with None is left out."""
     counts = set()
     for question in questions:
         own = [graded.get((question, key), "missing") for key in in_doubt(samples, question)]
@@ -213,25 +220,35 @@ def main():
     cli.require(complete, f"{args.prompt} needs {{question}}, {{reference}} and {{answer}}")
     samples = read_samples(directories)
     questions = draw(samples, args.questions, args.seed)
-    samples, grades = samples[samples.question.isin(questions)], Grades(directories)
-    if not args.table:
+    samples = samples[samples.question.isin(questions)]
+    by = args.by if prompt is None else f"{args.by} with {args.prompt}"
+    if args.table:
+        grades = Grades(directories)
+    elif args.by == "you":
+        with lock(directories[0]):
+            grades = Grades(directories)
+            grades.mend()
+            by_you(samples, questions, grades)
+    else:
+        device = init_ranks()
         with lock(directories[0]) if cli.is_rank_0() else contextlib.nullcontext():
-            if args.by == "you":
-                by_you(samples, questions, grades)
-            else:
-                by_model(samples, questions, grades, args.by, prompt)
+            grades = Grades(directories)
+            grades.mend()
+            by_model(samples, questions, grades, by, load(args.by, device), prompt)
+        dist.destroy_process_group()
     if not cli.is_rank_0():
         return
-    for by, graded in grades.of.items():
-        samples = samples.assign(**{by: verdicts(samples, questions, graded)})
-    truths = [by for by in grades.of if samples[by].notna().any()]
-    cli.require(args.by in truths, f"no question is graded by {args.by}")
+    grades.of.setdefault(by, {})  # where nothing is in doubt, all is known
+    for name, graded in grades.of.items():
+        samples = samples.assign(**{name: verdicts(samples, questions, graded)})
+    truths = [name for name in grades.of if samples[name].notna().any()]
+    cli.require(by in truths, f"no question is graded by {by}")
     say_pass_at_1(samples[samples[truths].notna().any(axis=1)], [*truths, "verifier"])
-    for by in truths:
-        if "you" in truths and by != "you":
-            say_agreement(samples, by)
-    known = samples.dropna(subset=[args.by])
-    truth = dict(zip(zip(known.question, known.key), known[args.by]))
+    for name in truths:
+        if "you" in truths and name != "you":
+            say_agreement(samples, name)
+    known = samples.dropna(subset=[by])
+    truth = dict(zip(zip(known.question, known.key), known[by]))
     for directory in directories:
         _, lines = read_lines(directory)
         by_judge = [x for x in lines if "rewards" in x and x["question"] in {*known.question}]
@@ -239,7 +256,7 @@ def main():
             keys = [(line["question"], plain_text(answer or "")) for answer in line["answers"]]
             line["right"] = [bool(truth[key]) for key in keys]
         if by_judge:
-            print(f"\n{directory}, what is right by {args.by}:")
+            print(f"\n{directory}, what is right by {by}:")
             say_judgement(by_judge)
 
 

@@ -3,8 +3,8 @@
     python judge.py --model Qwen/Qwen3-4B-Base --dataset mine.jsonl
 
 The model samples each question as in training. The verifier that the question names says which
-samples are right; `grade.py` says it by you, or by another model, afterwards. Two numbers of each
-reward are compared with that truth:
+samples are right; `grade.py` says it by you, or by another model, afterwards. Two numbers compare
+each reward with that truth:
 
     AUC  how often a right sample receives more than a wrong one of the same question; .5 is chance
     aim  the cosine between its advantages and those of the truth, over all samples; 1 if training
@@ -33,7 +33,7 @@ from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_every
 from runtime.report import RARE, TINY, brief, group_record
 from tasks.data import HUB, TOY, load_problems
 from tasks.prompts import show_first, usable_prompts
-from tasks.verifiers import VERIFIERS, say_long_verdicts
+from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer"
@@ -106,6 +106,7 @@ def interval(name, of_questions, statistic, draws=2000):
     chosen = numpy.random.default_rng(0).integers(
         len(of_questions), size=(draws, len(of_questions))
     )
+    # of_questions[chosen] is [draws, questions, ...], so a statistic counts axes from the end.
     low, high = numpy.nanquantile(statistic(of_questions[chosen]), [0.025, 0.975], axis=0)
     return {name: statistic(of_questions), f"{name}, low": low, f"{name}, high": high}
 
@@ -139,7 +140,7 @@ def shown(table):
     """The table as it is printed, in 80 columns."""
 
     def number(x):
-        return "-" if x != x else f"{x:.2f}".replace("0.", ".", 1) if abs(x) >= 0.01 else brief(x)
+        return "-" if math.isnan(x) else f"{x:.2f}".removeprefix("0") if x >= 0.01 else brief(x)
 
     columns = {}
     for name in "AUC", "aim":
@@ -205,7 +206,6 @@ def main():
         mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
         rows += all_gather(sample_and_judge(actor, tokenizer, mine, names, args) if mine else [])
         append_rows(path, rows[start:])
-        say_long_verdicts()
     if cli.is_rank_0():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)

@@ -38,6 +38,8 @@ COLOURS = {  # of each reward, in every figure
     "rule+cer": "#CC79A7",
     "verifree": "#009E73",
     "general-verifier": "#E69F00",
+    "overlap": "#56B4E9",
+    "overlap+cer": "#8C564B",
 }
 
 
@@ -48,9 +50,9 @@ def draw_group(group, out):
     """Draw R = (D^-1 W) P for one question (Fig. 2). Rows are the samples' answers and columns
     their solutions. Both are sorted by reward. A gap separates rows whose posteriors overlap by
     less than half, so that answers from the same solutions form a block. P is drawn above. Its dot
-    product with a row of D^-1 W is that row's CER. R differs from it for an empty box, and with
-    rule+cer."""
-    require("log_W" in group, "this group has no matrices, because its reward was not CER")
+    product with a row of D^-1 W is that row's CER. R differs from it for an empty box, and where
+    the reward is another."""
+    require("log_W" in group, "this group has no W and P, because its reward did not ask the actor")
     require(group["columns"], "no sample of this group has an answer, so there is nothing to draw")
     R, answers, distinct = group["R"], group["answers"], group["distinct_answers"]
 
@@ -58,7 +60,8 @@ def draw_group(group, out):
         return answers[i] is None, -R[i], answers[i] or "", i
 
     rows, columns = sorted(range(len(R)), key=rank), sorted(group["columns"], key=rank)
-    P = numpy.exp(pandas.Series(group["log_P"], group["columns"])[columns].to_numpy())
+    log_P = pandas.Series(group["log_P"], group["columns"], dtype=float).fillna(-numpy.inf)
+    P = numpy.exp(log_P[columns].to_numpy())
     log_W = pandas.DataFrame(group["log_W"], distinct, group["columns"])
     log_W = log_W.astype(float).fillna(-numpy.inf)  # null: not among the M
     W = numpy.exp(log_W.sub(log_W.max(axis=1), axis=0))  # the factor of each row cancels
@@ -87,7 +90,7 @@ def draw_group(group, out):
     axes["W"].set_xlabel("solutions, named by the answer that each led to")
     axes["W"].set_title("D⁻¹W: the posterior, which solutions lead to the answer")
     of_answers = numpy.nan_to_num(posterior) @ P  # CER, 0 without an answer
-    is_cer = numpy.allclose(of_answers, numpy.array(R)[rows], atol=1e-4)
+    is_cer = numpy.allclose(of_answers, numpy.array(R)[rows], rtol=1e-3, atol=1e-3 * max(R))
     axes["R"].set_title("R = D⁻¹W P" if is_cer else "R")
     question = " ".join(group["question"].split())
     if len(question) > 90:  # what is asked stands at the end, after a passage
@@ -158,7 +161,12 @@ def draw_curves(runs, names, out):
         top = max(axis.dataLim.y1, 0.1 if key in SHARES else 1e-3)
         axis.set(title=PANELS[key], ylim=(-0.02 * top, 1.04 * top))
         axis.set_xlabel(f"step (mean of {window})" if smooth > 1 else "step (band: 95%, or seeds)")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    # A run may be in some panels only.
+    named = {}
+    for axis in figure.axes:
+        lines, labels = axis.get_legend_handles_labels()
+        named |= dict(zip(labels, lines))
+    figure.legend(named.values(), named, loc="outside lower center", ncols=4)
     save(figure, out)
 
 

@@ -39,14 +39,15 @@ def judge(
     scores, right = [None] * len(groups), [None] * len(groups)
     if "actor" in asked:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
-        scores = [cer.score(actor, tokenizer, *each) for each in progress("reward", inputs)]
+        scores = [cer.score(actor, tokenizer, *each) for each in progress("judge", inputs)]
     if asked & {"verifier", "model"}:
         pairs = [(group.problem, answer) for group in groups for answer in group.answers]
         if "model" in asked:
             verdicts = verify(pairs, lambda some: general_verifier.ask(some, verifier_model))
         else:
             verdicts = verify(pairs)
-        right = torch.tensor(verdicts).view(len(groups), -1)  # [B, N]
+        of_group = iter(verdicts)
+        right = [torch.tensor([next(of_group) for _ in group.answers]) for group in groups]
     return [Judged(*each) for each in zip(groups, scores, right)]
 
 
@@ -72,13 +73,14 @@ def verdict(judged):
 def verifree(judged):
     """VeriFree: R_i = P_i = pi(a*|s_i, q), whatever answer was sampled. (An answer is needed only
     to know where the solution ends.) The update teaches a* in its place (rloo.verifree_rows)."""
-    return judged.scores.P()
+    return judged.scores.verifree()
 
 
 def overlap(judged):
     """The token F1 of SQuAD between the answer and the reference that fits best: the harmonic mean
     of the shares of their words that they have in common. It needs no model. It cannot see that
-    "no" and "they are the same" may say one thing, and gives "not guilty" .67 for "guilty"."""
+    "no" and "they are the same" may say one thing, gives "not guilty" .67 for "guilty", and since
+    punctuation does not count it takes 15 for 1.5."""
     references = [words(reference) for reference in judged.group.problem.references]
     answers = [words(answer or "") for answer in judged.group.answers]
     return torch.tensor([max(f1(answer, each) for each in references) for answer in answers])

@@ -92,8 +92,8 @@ def update(policy, optimizer, rows, lr, token_budget):
     changes."""
     world = dist.get_world_size()
     samples = len(rows)  # the loss is a mean over all of them, also those dropped below
-    # A row whose weights are all 0 has no gradient. If every row is like that, keep one, so that
-    # the optimizer still takes its momentum step.
+    # A row whose weights are all 0 has no gradient. If every row is like that, keep one: the step
+    # is then what it would be without dropping any, since Adam moves by its momentum all the same.
     rows = [row for row in rows if any(row.weights)] or rows[:1]
     loss = torch.zeros((), device=policy.device)
     todo = list(microbatches(rows, token_budget))

@@ -28,7 +28,7 @@ from runtime.report import RunLog
 from tasks import toy_model
 from tasks.data import HUB, TOY, in_epochs, load_problems
 from tasks.prompts import show_first, usable_prompts
-from tasks.verifiers import VERIFIERS, say_long_verdicts
+from tasks.verifiers import VERIFIERS
 
 
 def main():
@@ -73,7 +73,7 @@ def main():
     copy_weights(policy, actor)
     check_training(policy, actor)
 
-    # Evaluate before the first step, or what a kill has left unevaluated.
+    # The log, and the order of the questions.
     log = RunLog(out, args, data, first_step, last_step)
     log.header(actor, problems, f"{memory_line}\n{disk_line}")
     show_first(tokenizer, problems, args.dataset)
@@ -84,6 +84,8 @@ def main():
         times = args.questions / len(problems)
         cli.say(f"fewer questions than a step draws: each is drawn {times:.3g} times a step")
     stop = Stop()
+
+    # Evaluate before the first step, or what a kill has left unevaluated.
     step = first_step - 1
     due = step % args.eval_every == 0 or step == last_step
     if held_out and due and not log.has_evaluation():
@@ -108,18 +110,19 @@ def main():
         # 4. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
         A = leave_one_out(R)
 
-        # 5. Update: one optimizer step on the samples of all ranks.
-        rows = [row for j, r, a in zip(judged, R, A) for row in reward.rows(j, r, a, tokenizer)]
+        # 5. Update: one optimizer step on all ranks' rows, token ids with a weight on every token.
+        rows = []
+        for each, R_group, A_group in zip(judged, R, A):
+            rows += reward.rows(each, R_group, A_group, tokenizer)
         lr = learning_rate(step, last_step, args)
         loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, token_budget)
         copy_weights(policy, actor)
         log.lap("update")
 
-        # 6. Report, evaluate, save.
+        # 6. Report, save, evaluate.
         last, stopping = step == last_step, stop.after(grad_norm)
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
         log.step(step, judged, R, A, numbers)
-        say_long_verdicts()
         evaluating = held_out and (last or (step % args.eval_every == 0 and not stopping))
         if last or stopping or evaluating or step % args.save_every == 0:
             save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
@@ -128,9 +131,10 @@ def main():
         if stopping:
             break
 
-    flags = cli.command("--model", out / f"checkpoints/step-{step}", "--lr", "LOWER")
-    advice = f"start a new run with {flags}"
-    cli.require(not stop.diverged, f"the gradient was not finite in the last 3 steps: {advice}")
+    if stop.diverged:
+        flags = cli.command("--model", out / f"checkpoints/step-{step}", "--lr", "LOWER")
+        problem = "the gradient was not finite in the last 3 steps"
+        raise cli.InputError(f"{problem}: start a new run with {flags}")
     dist.destroy_process_group()
     if step < last_step:
         log.stopped(step)
@@ -228,7 +232,7 @@ def parse_args():
         parser.set_defaults(**toy_model.FLAGS)
         if not given.model:
             parser.set_defaults(**toy_model.LEARNING_RATE)
-    if given.epochs:
+    if given.epochs:  # in place of the --steps of the resumed run, or of the toy
         parser.set_defaults(steps=None)
     args = parser.parse_args()
 

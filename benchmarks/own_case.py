@@ -74,8 +74,10 @@ def sample_lines(directory, name, lines, by):
     right = verdicts(samples, questions, graded)
     samples["right"] = [None if pandas.isna(each) else int(each) for each in right]
     of_question = dict(list(samples.groupby("question", sort=False)))
-    for line, group in zip(numbers(lines), groups):
-        log_W = torch.tensor(finite(group["log_W"])).view(-1, len(group["columns"]))
+    for line, group in zip(numbers(lines), groups, strict=True):
+        log_W = torch.tensor(finite(group["log_W"])).view(
+            len(group["distinct_answers"]), len(group["columns"])
+        )
         log_references = torch.tensor(finite(group["log_references"]))
         posterior = log_W.softmax(1)
         row_of = {answer: k for k, answer in enumerate(group["distinct_answers"])}
@@ -206,6 +208,8 @@ def wordings(samples):
                 pairs += len(x) * (len(x) - 1) // 2
                 differ += int((order < 0).sum()) // 2
     print(f"{questions} questions, {pairs} pairs of answers: two wordings disagree on {differ}")
+    if not ratios:
+        return
     low, middle, high = numpy.quantile(ratios, [0.25, 0.5, 0.75])
     print(
         f"the largest reward under the rarest wording over that under the likeliest: median "

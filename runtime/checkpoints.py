@@ -23,15 +23,15 @@ def fingerprint(problems, held_out, template):
     return f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
 
 
-def check_resumed(out, flags, free, last_step):
-    """Refuse to resume a run with other flags, except those in `free`, or with other data (a
+def check_resumed(out, flags, may_change, last_step):
+    """Refuse to resume a run with other flags, except those in may_change, or with other data (a
     fingerprint among the flags)."""
     config = read_config(out)
     before = config["flags"] | {"data": config.get("data")}
     changed = [
         f"{name} was {before.get(name)} and is {flags.get(name)}"
         for name in before | flags
-        if name not in free and before.get(name) != flags.get(name)
+        if name not in may_change and before.get(name) != flags.get(name)
     ]
     keep = "keep it, or choose a new directory"
     require(not changed, f"{out} cannot go on, since {', '.join(changed)}: {keep}")

@@ -62,7 +62,9 @@ def run_script(main):
     if not is_rank_0():
         logging.disable(logging.WARNING)
     try:
-        sys.exit(main())
+        code = main()
+        sys.stdout.flush()  # here, where a broken pipe is caught
+        sys.exit(code)
     except BrokenPipeError:  # the reader of our output is gone, as under `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

@@ -60,7 +60,8 @@ def group_record(judged, **more):
     group, scores = judged.group, judged.scores
     record = {
         "question": group.problem.question,
-        "references": group.problem.references,
+        # As scored: wordings that the tokenizer makes one are one (cer.score).
+        "references": list(scores.references if scores else group.problem.references),
         "texts": group.texts,
         "answers": group.answers,  # null without a closed box
         "truncated": group.truncated,

@@ -89,14 +89,15 @@ def load_problems(name_or_path, limit=None, verifier=None):
 
 
 def remarks(rows, problems, verifier, default):
-    """What may surprise about a data set, in lines. Call it when all rows are problems."""
+    """What may surprise about a data set, in lines. Call it after to_problem has read all rows,
+    since that notes which columns are used."""
     # First, since what follows reads columns, too.
     columns = dict.fromkeys(column for row in rows for column in row)
     if unused := [column for column in columns if column not in rows[0].used]:
         yield f"these columns are not used: {', '.join(unused)}"
 
     if several := sum(len(problem.references) > 1 for problem in problems):
-        yield f"{several} of {len(rows)} answers are lists: one of the list is enough"
+        yield f"{several} of {len(problems)} answers are lists: one of the list is enough"
     wordings = collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
         if isinstance(row.get("answer"), list):
@@ -201,7 +202,8 @@ def to_problem(row, verifier):
         question, verifier = "\n".join([question, *lines]), "letter"
     check_encoding(question)
     references, reasons = find_references(row)
-    require(references, reasons and reasons[0])
+    if not references:
+        raise InputError(reasons[0])
     verifier = row.get("verifier") or verifier
     require(verifier in VERIFIERS, f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
     return Problem(question, references[0], verifier, tuple(references[1:]))

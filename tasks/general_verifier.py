@@ -27,7 +27,10 @@ incorrect, output "Final Decision: No". Assistant:"""
 def ask(pairs, verifier_model):
     """(problem, answer) pairs -> whether each is right, list of bool. A reply without a decision
     counts as No. verifier_model: (model, tokenizer)."""
-    return [decision is True for decision in decide(pairs, verifier_model)]
+    decisions = decide(pairs, verifier_model)
+    if undecided := decisions.count(None):
+        say(f"the verifier's model: {undecided} of {len(decisions)} replies hold no decision")
+    return [decision is True for decision in decisions]
 
 
 def decide(pairs, verifier_model, prompt=None):
@@ -38,10 +41,7 @@ def decide(pairs, verifier_model, prompt=None):
     texts = [filled(prompt or VERIFIER_PROMPT, *pair) for pair in pairs]
     prompts = [encode(tokenizer, text, as_chat=prompt is not None) for text in texts]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
-    decisions = [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
-    if undecided := decisions.count(None):
-        say(f"the verifier's model: {undecided} of {len(decisions)} replies hold no decision")
-    return decisions
+    return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
 
 
 def filled(prompt, problem, answer):
@@ -59,9 +59,9 @@ def encode(tokenizer, text, as_chat):
         messages = [{"role": "user", "content": mark}]
         template = dict(add_generation_prompt=True, tokenize=False)
         before, after = tokenizer.apply_chat_template(messages, **template).split(mark)
-        special = dict(add_special_tokens=False)
-        middle = tokenizer.encode(text, split_special_tokens=True, **special)
-        return [*tokenizer.encode(before, **special), *middle, *tokenizer.encode(after, **special)]
+        plain = dict(add_special_tokens=False)
+        middle = tokenizer.encode(text, split_special_tokens=True, **plain)
+        return [*tokenizer.encode(before, **plain), *middle, *tokenizer.encode(after, **plain)]
     return encode_plain(tokenizer, text, split_special_tokens=True)
 
 

@@ -3,7 +3,7 @@ judge.py. `verify` asks them.
 
 A row of a data set may name its verifier. To add your own, write a function
 (answer, reference) -> bool and list it in PROGRAMS. An answer on which it raises an error counts
-as wrong, and the run goes on. What has to see the question belongs in MODELS.
+as wrong, and the run goes on. What has to see the question belongs in BATCHED.
 """
 
 # First, because runtime/__init__.py says what sympy computes with, before sympy is imported.
@@ -20,7 +20,6 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as math_verify_equal
 
-from runtime.ranks import all_gather
 from tasks import toy
 
 # math-verify with the settings of the paper's authors. Its time limit is 5 seconds.
@@ -69,8 +68,9 @@ def plain_formula(text):
     """A formula in the characters and the forms that math-verify reads."""
     plain = re.sub(RAISED, lambda digits: f"^{{{compatible(digits[0])}}}", text)
     plain = re.sub(LOWERED, lambda digits: f"_{{{compatible(digits[0])}}}", plain)
-    plain = re.sub(FRACTIONS, lambda half: rf"\frac{{{compatible(half[0])}}}", plain)
-    plain = compatible(plain).replace("⁄", "}{").strip()  # of ½ as 1⁄2
+    # NFKC makes ½ a 1, a fraction slash (which a text may have, too) and a 2.
+    plain = re.sub(FRACTIONS, lambda x: rf"\frac{{{compatible(x[0])}}}".replace("⁄", "}{"), plain)
+    plain = compatible(plain).replace("⁄", "/").strip()
     for pattern, replacement in REWRITES:
         plain = re.sub(pattern, replacement, plain)
     return plain.strip() or text
@@ -101,7 +101,7 @@ def letter_in(text):
 
 
 PUNCTUATION = " .,;:!?\"'`“”„‘’«»"
-LEADING_PUNCTUATION = re.compile(rf"((?!\.\d)[{PUNCTUATION}])*")  # the point of ".5" is none
+LEADING_PUNCTUATION = re.compile(rf"((?!\.\d)[{PUNCTUATION}])*")  # the point of .5 is not
 
 
 def same_text(answer, reference):
@@ -130,42 +130,46 @@ PROGRAMS = {  # (answer, reference) -> bool; of several references one is enough
     "toy-truth": toy.same_number,
 }
 # A verifier of yours that reads the question, or asks a service about many answers at once:
-MODELS = {}  # list of (Problem, answer) -> list of bool
-VERIFIERS = [*PROGRAMS, *MODELS]
+BATCHED = {}  # list of (Problem, answer) -> list of bool
+VERIFIERS = [*PROGRAMS, *BATCHED]
 
 
 def verify(pairs, ask=None):
     """(problem, answer) pairs -> whether each answer is right, list of bool. No answer, None or an
     empty box, is wrong. Whoever decides is asked once about each distinct pair: the problem's own
-    verifier, or ask, a function as in MODELS."""
-    asked = collections.defaultdict(list)  # by the name of the verifier
+    verifier, or ask, a function as in BATCHED."""
+    by_verifier = collections.defaultdict(list)
     for problem, answer in dict.fromkeys(pairs):
         if answer:
-            asked["ask" if ask else problem.verifier].append((problem, answer))
+            by_verifier["ask" if ask else problem.verifier].append((problem, answer))
     right = set()
-    for name, some in asked.items():
-        decide = ask or MODELS.get(name) or functools.partial(by_program, name)
-        verdicts = decide(some)
-        fits = len(verdicts) == len(some) and all(isinstance(each, bool) for each in verdicts)
-        require(fits, f"the verifier {name!r} must return a bool per answer, not {verdicts!r:.80}")
-        right.update(pair for pair, verdict in zip(some, verdicts) if verdict)
+    for name, its_pairs in by_verifier.items():
+        decide = ask or BATCHED.get(name) or functools.partial(by_program, name)
+        verdicts = decide(its_pairs)
+        bools = len(verdicts) == len(its_pairs) and all(isinstance(x, bool) for x in verdicts)
+        require(bools, f"the verifier {name!r} must return a bool per answer, not {verdicts!r:.80}")
+        right.update(pair for pair, verdict in zip(its_pairs, verdicts) if verdict)
     return [pair in right for pair in pairs]
 
 
 FAILED = set()  # the programs whose first error has been printed
-LONG = []  # the seconds of each verdict that took 5 or more, such as math-verify's time-outs
 
 
 def by_program(name, pairs):
-    """What a program of PROGRAMS decides about each pair."""
-    verdicts = []
+    """What a program of PROGRAMS decides about each pair. How many take long is said."""
+    verdicts, long = [], []
     for problem, answer in pairs:
         start = time.perf_counter()
         verdicts.append(
             any(accepts(name, problem, reference, answer) for reference in problem.references)
         )
         if (seconds := time.perf_counter() - start) >= 5:
-            LONG.append(seconds)
+            long.append(seconds)
+    if long:
+        count = f"{len(long)}, in all {sum(long):.0f} s"
+        limit = "what math-verify does not decide in 5 s counts as wrong"
+        line = f"answers that took a verifier 5 s or more: {count} ({limit})"
+        say(line, on_every_rank=True)  # each has answers of its own
     return verdicts
 
 
@@ -182,13 +186,3 @@ def accepts(name, problem, reference, answer):
         return False
     require(isinstance(right, bool), f"the verifier {name!r} must return a bool, not {right!r:.80}")
     return right
-
-
-def say_long_verdicts():
-    """Say on how many answers verifiers have spent long since the last call. All ranks call it."""
-    seconds = all_gather(LONG)
-    LONG.clear()
-    if seconds:
-        count = f"{len(seconds)}, in all {sum(seconds):.0f} s"
-        limit = "what math-verify does not decide in 5 s counts as wrong"
-        say(f"answers that took a verifier 5 s or more: {count} ({limit})")

@@ -12,7 +12,7 @@ from engine.tokens import split_answer
 from runtime.cli import InputError
 from tasks import toy, toy_model
 from tasks.data import Problem, load_problems
-from tasks.verifiers import MODELS, PROGRAMS, verify
+from tasks.verifiers import BATCHED, PROGRAMS, verify
 from train import longest_reference
 
 BOXES = {
@@ -221,7 +221,7 @@ def test_an_answer_may_be_a_list(load_rows, capsys):
     assert longest_reference(toy_model.build_tokenizer(), problems) == 4  # { 1 4 }
     said = capsys.readouterr().err
     assert "rows.jsonl: left out: no reference (`answer` as text or number, or" in said
-    assert "(2 of 8: rows [3, 6])" in said and "2 of 8 answers are lists" in said
+    assert "(2 of 8: rows [3, 6])" in said and "2 of 6 answers are lists" in said
     wordings = re.findall(r"left out of lists: .*?(\w+)\)? \((\d) in rows \[(.*)\]\)", said)
     assert wordings == [("box", "3", "4, 5, 5"), ("option", "1", "8")]
 
@@ -289,7 +289,7 @@ def test_any_data_set_of_the_hub(tmp_path, monkeypatch):
 
 def test_a_verifier_of_ones_own(monkeypatch, capsys):
     """What fails is wrong, and said once by each rank; another reference may do. What it returns
-    must be a bool. One that is listed in MODELS sees the question."""
+    must be a bool. One that is listed in BATCHED sees the question."""
     problem = Problem("Why?", "x", "mine", ("14",))
     monkeypatch.setitem(PROGRAMS, "mine", lambda answer, reference: int(answer) == int(reference))
     assert verify([(problem, answer) for answer in ("14", "15", "b")]) == [True, False, False]
@@ -306,10 +306,10 @@ def test_a_verifier_of_ones_own(monkeypatch, capsys):
         verify([(problem, "c")])
     monkeypatch.delitem(PROGRAMS, "mine")
     echo = mock.Mock(side_effect=lambda pairs: [a == p.question for p, a in pairs])
-    monkeypatch.setitem(MODELS, "mine", echo)
+    monkeypatch.setitem(BATCHED, "mine", echo)
     assert verify([(problem, "Why?"), (problem, None), (problem, "x")]) == [True, False, False]
     echo.assert_called_once_with([(problem, "Why?"), (problem, "x")])
-    monkeypatch.setitem(MODELS, "mine", lambda pairs: [True])
+    monkeypatch.setitem(BATCHED, "mine", lambda pairs: [True])
     with pytest.raises(InputError, match=r"'mine' must return a bool per answer, not \[True\]"):
         verify([(problem, "a"), (problem, "b")])
 

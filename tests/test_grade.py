@@ -100,6 +100,8 @@ def test_it_goes_on_where_it_stopped(user):
         assert code == 0 and out.count("expected the numbers") == 1 and "stopped; the same" in out
         assert "1 questions, what is right by you" in out and "(grade 10 questions)" in out
         assert {row["question"] for row in read_rows("a/grades.jsonl")} == {order[0]}
+        with open("a/grades.jsonl", "a") as file:
+            file.write('{"question": "Q0?", "ans')  # as a kill may leave it
     code, out = user("b a --seed 5", replies="q\n")  # b has no grades of its own
     assert code == 0 and "2 of 2:\nQ0?" in out and "1 questions, what is right by you" in out
     code, out = user("a --questions 2 --seed 5", replies="?\n")
@@ -191,11 +193,18 @@ def test_how_often_you_agree_with_a_model(user, monkeypatch):
     assert code == 0 and "what is right by M" in out and "agree" not in out
     assert decide.call_args.args[1:] == ("model", "{question} {reference} {answer}?")
     code, out = user("a", right={"y"})
-    assert code == 0 and "\nyou and M agree on 1 of 3 answers\n" in out
+    assert code == 0 and "\nyou and M with p.txt agree on 1 of 3 answers\n" in out
     assert "  'x' for '7': you say wrong\n" in out and "  'y' for '7': you say right\n" in out
     Path("p.txt").write_text("{question} {answer}?", encoding="utf-8")
     code, out = user("a --by M --prompt p.txt")
     assert code == 2 and "p.txt needs {question}, {reference} and {answer}" in out
+
+
+def test_where_nothing_is_in_doubt_all_is_known(user):
+    write("a", CLEAR)
+    code, out = user("a", replies="")
+    assert code == 0 and "0 questions have answers in doubt" in out
+    assert "7 questions, what is right by you:\n  a: pass@1 1 (" in out
 
 
 def test_directories_that_cannot_be_graded(user):

@@ -74,7 +74,7 @@ def test_the_verifiers_and_the_reward_of_the_pages_do_what_is_said(tokenizer, mo
     for code in re.findall(r"```python\n(# In .*?)```", page.read_text(), re.S):
         exec(code, names)
     monkeypatch.setitem(verifiers.PROGRAMS, "one-percent", names["within_one_percent"])
-    monkeypatch.setitem(verifiers.MODELS, "in-list", names["in_a_list"])
+    monkeypatch.setitem(verifiers.BATCHED, "in-list", names["in_a_list"])
     about, listed = Problem("Q", "100", "one-percent"), Problem("List all", "7", "in-list", ("8",))
     pairs = [(about, "100.9"), (about, "102"), (about, "about 3"), (listed, "1, 8"), (listed, "9")]
     pairs.append((Problem("Which?", "7", "in-list"), "7"))

@@ -17,7 +17,7 @@ from engine.tokens import split_answer
 from reward_functions import REWARDS, Reward, judge, rewards
 from runtime.cli import InputError
 from tasks import data, general_verifier, toy
-from tasks.verifiers import PROGRAMS, say_long_verdicts, verify
+from tasks.verifiers import PROGRAMS, verify
 
 A = [" A ", "A.", "(A)", "(A).", r"\text{A}", r"\textbf{(A)}", "$A$", "**A**", "A: iron", "A) iron"]
 A += [
@@ -65,6 +65,7 @@ OTHERS = [  # not equal
 VERDICTS = {  # (verifier, reference): {answer: whether it is right}
     ("math", r"\frac{1}{2}"): {r"\dfrac12": True, "0.5": True},  # as the authors set it up
     ("math", "x+1"): {"1+x": True},
+    ("math", "1⁄2"): {"0.5": True, "½": True, "1": False},  # the slash of fractions
     ("math", "14"): {"14": True, r"14 \text{ cm}": True, "15": False, "": False, None: False},
     ("letter", "A"): dict.fromkeys(A, True) | dict.fromkeys(NOT_A, False),
     ("letter", "AB"): {"AB": True, "A": False},
@@ -120,8 +121,6 @@ def test_a_time_out_is_wrong_and_is_said(capsys):
     """math-verify's, after 5 seconds."""
     problem = data.Problem("How many?", "7", "math")
     assert verify([(problem, "(10^{10})!"), (problem, "7")]) == [False, True]
-    say_long_verdicts()
-    say_long_verdicts()
     said = "answers that took a verifier 5 s or more: 1, in all 5 s"
     assert capsys.readouterr().err.count(said) == 1
 
