@@ -30,7 +30,7 @@ from rloo import leave_one_out
 from rollout import sample
 from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
-from runtime.report import RARE, TINY, brief, group_record
+from runtime.report import RARE, TINY, brief, group_record, say_grade
 from tasks.data import HUB, TOY, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
@@ -209,6 +209,7 @@ def main():
     if cli.is_rank_0():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
+        say_grade(rows, out)
         draw = cli.command("python", "plot.py", out, "--question", 0)
         print(f"all samples are in {out}; to draw one: {draw}")
     dist.destroy_process_group()

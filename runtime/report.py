@@ -62,6 +62,7 @@ def group_record(judged, **more):
         "question": group.problem.question,
         # As scored: wordings that the tokenizer makes one are one (cer.score).
         "references": list(scores.references if scores else group.problem.references),
+        "verifier": group.problem.verifier,
         "texts": group.texts,
         "answers": group.answers,  # null without a closed box
         "truncated": group.truncated,
@@ -74,6 +75,13 @@ def group_record(judged, **more):
         for name in "log_W", "log_references", "log_P":
             record[name] = getattr(scores, name).tolist()
     return record | more
+
+
+def say_grade(lines, directory):
+    """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
+    if any(line.get("verifier") == "text" for line in lines):
+        grade = command("python", "grade.py", directory)
+        print(f"`text` calls paraphrases wrong; to say yourself what is right: {grade}")
 
 
 IN_THE_LOG = "reward", "answered", "truncated", "zero_advantage_groups", "entropy"
@@ -234,9 +242,11 @@ class RunLog:
         if not is_rank_0():
             return
         print(f"{self.args.reward} on {self.args.dataset}")
+        rows = []
         if tests := [line for line in self.lines if "pass_at_1" in line]:
-            rows = pandas.DataFrame(read_rows(self.out / "evaluations.jsonl"))
-            print(f"  pass@1            {pass_at_1_change(tests[0], tests[-1], rows)}")
+            rows = read_rows(self.out / "evaluations.jsonl")
+            change = pass_at_1_change(tests[0], tests[-1], pandas.DataFrame(rows))
+            print(f"  pass@1            {change}")
         steps = pandas.DataFrame([line for line in self.lines if "seconds" in line])
         largest = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
         best = largest.groupby("question", sort=False).best.max()
@@ -253,3 +263,4 @@ class RunLog:
         print(f"  model             {self.out}/checkpoints/step-{self.last_step}")
         print(f"  curves            {command('python', 'plot.py', self.out)}")
         print(f"  samples           open {self.out}/samples.jsonl in docs/explore.html")
+        say_grade(rows, self.out)

@@ -10,8 +10,10 @@ from unittest import mock
 import pytest
 from processes import finish, run_in, start_ranks
 
+import evaluate
 import grade
 import judge
+import train
 from runtime import cli
 from runtime.files import append_rows, lock, read_rows
 from tasks import general_verifier, toy
@@ -156,6 +158,21 @@ def test_a_run_of_train_and_the_table_of_judge(user, script, finished_run, toy_m
         assert f"{finished_run} step {step}: pass@1 {mean} (" in yours
         assert f"{finished_run} step {step}: pass@1 {mean} (" in verifiers
     assert by_verifier.split("all samples")[0] in out.split("j, what is right by you:\n")[1]
+
+
+def test_scripts_name_it_where_the_truth_is_text(script, quick, toy_model_dir):
+    Path("q.jsonl").write_text('{"question": "Ana has 3 eggs. How many eggs?", "answer": "3"}')
+    flags = f"--model {toy_model_dir} --dataset q.jsonl --max-new-tokens 24"
+    for verifier, named in ("text", True), ("toy-truth", False):
+        how = f"--verifier {verifier} --out {verifier}"
+        runs = [
+            (judge, f"{flags} --samples 2 {how}-judge"),
+            (evaluate, f"{flags} --runs 2 {how}-eval"),
+            (train, f"{quick} --dataset q.jsonl --eval-dataset q.jsonl --steps 1 {how}-run"),
+        ]
+        for module, command in runs:
+            code, out, err = script(module, command)
+            assert code == 0 and ("python grade.py" in out) == named, err
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
