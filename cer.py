@@ -96,7 +96,14 @@ class Scores:
         return dict(zip(self.columns, (self.references[k] for k in drawn)))
 
 
-def score(model, tokenizer, prompt, completions, reference, M=None):
+def score(
+    model,
+    tokenizer,
+    prompt: list[int],
+    completions: list[list[int]],
+    reference: str | list[str],
+    M: int | None = None,
+) -> Scores:
     """W and P of the N samples of one question -> Scores, fp32, on the CPU.
 
     prompt: token ids. completions: N lists of token ids as they were sampled. reference: a string,
@@ -131,7 +138,9 @@ def score(model, tokenizer, prompt, completions, reference, M=None):
     return Scores(answers, references, distinct, columns, log_W, log_references)
 
 
-def rewards(model, tokenizer, prompt, completions, reference, M=None):
+def rewards(
+    model, tokenizer, prompt, completions, reference, M=None
+) -> tuple[torch.Tensor, Scores]:
     """CER of the N samples of one question -> (R [N], Scores), for another trainer. The inputs are
     those of `score`. No gradient flows through R."""
     # Padding on the left would be read as a part of the context. (On the right it is never read.)
@@ -167,7 +176,7 @@ ANSWER_TOKENS_AT_ONCE = 1024  # in one pass over answers, except when one answer
 
 
 @torch.no_grad()
-def answer_logprobs(model, tokenizer, contexts, answers):
+def answer_logprobs(model, tokenizer, contexts: list[list[int]], answers: list[str]):
     r"""log pi("{answer}" | context) -> fp32 [len(answers), len(contexts)], on the model's device.
 
     contexts: token ids of question and solution, up to just before the brace of `\boxed{`.

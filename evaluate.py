@@ -21,14 +21,22 @@ from rollout import sample
 from runtime.files import append_rows, read_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record, say_grade
-from tasks.data import HUB, TOY, load_problems, to_problem
+from tasks.data import HUB, TOY, Problem, load_problems, to_problem
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
-def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings):
+def evaluate(
+    model,
+    tokenizer,
+    problems: list[Problem],
+    runs: int,
+    max_new_tokens: int,
+    seed: int,
+    **settings,
+) -> tuple[dict, list[dict]]:
     """Sample every problem `runs` times -> (summary, a record of each problem, in order). The ranks
     share the problems. settings: temperature, top_p, top_k.
 

@@ -21,7 +21,7 @@ STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def load(name_or_dir, device, *checks, dtype="auto"):
+def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto"):
     """Load the actor or the verifier -> (model, tokenizer). dtype: "fp32", "bf16", or "auto", which
     is bf16 on a GPU and fp32 on a CPU.
 
@@ -100,7 +100,7 @@ def reset_generation_config(model, tokenizer):
     model.generation_config = GenerationConfig(eos_token_id=usable, pad_token_id=usable[0])
 
 
-def export(model, tokenizer, directory):
+def export(model, tokenizer, directory: str | Path) -> None:
     """Save both in a directory that transformers 4 and 5 read as the same model. Many servers still
     use 4. It looks for the settings of RoPE at the top of config.json, and takes a base of 10,000
     without a word if there is none. It knows neither what 5 calls some settings (num_experts) and

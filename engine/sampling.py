@@ -36,7 +36,9 @@ class EachStep(LogitsProcessor):
         return logits
 
 
-def generate(model, prompts, max_new_tokens, piece=512, name="sample", **settings):
+def generate(
+    model, prompts: list[list[int]], max_new_tokens: int, piece=512, name="sample", **settings
+) -> tuple[list[list[int]], list[float]]:
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
     A completion ends early where the model has no more positions. settings: see sampling_config.

@@ -24,7 +24,7 @@ LOGITS_AT_ONCE = 1024  # tokens whose logits are held at a time: 0.6 GB in fp32 
 # ------------------------------------------------------------------------------------------ the box
 
 
-def split_answer(text):
+def split_answer(text: str) -> tuple[int, str] | None:
     r"""The last closed \boxed{...} of a text -> (offset of the brace that opens it, answer), or
     None.
 

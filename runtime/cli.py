@@ -176,7 +176,7 @@ def progress(name, iterable=None, **options):
 KEYS = "the numbers of the right ones, Enter for none, ? leave out, b back, m more, q stop"
 
 
-def ask_numbers(title, question, reference, answers):
+def ask_numbers(title: str, question: str, reference: str, answers: list[str]) -> dict | str:
     """Let the user choose among numbered answers -> {answer: chosen}, with None to leave the
     question out, "b" to go back, or "q" to stop (also at the end of a pipe)."""
     most, numbers = 20, [str(number) for number in range(1, len(answers) + 1)]
@@ -201,7 +201,7 @@ def ask_numbers(title, question, reference, answers):
             print(f"expected {KEYS}")
 
 
-def folded(text, most):
+def folded(text: str, most: int) -> list[str]:
     """The lines of a text for a terminal of 80 columns. What is over `most` lines is folded in the
     middle, and control characters, which could move the cursor or hide text, are replaced."""
     plain = "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)

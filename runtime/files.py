@@ -13,7 +13,7 @@ from runtime.cli import InputError, as_input_error, is_rank_0, message_of, requi
 FORMATS = (".jsonl", ".json", ".parquet")
 
 
-def read_rows(path, log=False):
+def read_rows(path: str | Path, log: bool = False) -> list[dict]:
     """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
     because readers that guess types turn "014" into 14. InputError names the first bad row. The
     last line of a log may be half written, and is left out if it has no end."""
@@ -68,7 +68,7 @@ def as_printed(value, narrow):
     return None if value is None else float(str(narrow(value)))
 
 
-def write_atomically(path, text):
+def write_atomically(path: Path, text: str) -> None:
     """Write beside path, then rename. A killed process leaves the old file or the new one. Only
     rank 0 writes."""
     if is_rank_0():
@@ -77,14 +77,14 @@ def write_atomically(path, text):
         os.replace(partial, path)
 
 
-def append_rows(path, rows):
+def append_rows(path: Path, rows: list[dict]) -> None:
     """Append rows as lines of JSON. Only rank 0 writes."""
     if is_rank_0():
         with open(path, "a", encoding="utf-8") as file:
             file.write(to_jsonl(rows))
 
 
-def to_jsonl(rows):
+def to_jsonl(rows: list[dict]) -> str:
     """Rows as lines of JSON. JSON has no nan and no infinity. Python writes them all the same, and
     reading them back is the simplest way to find them and make them null."""
     finite = [json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows]

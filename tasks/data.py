@@ -52,7 +52,9 @@ FREQUENT = re.compile(
 )
 
 
-def load_problems(name_or_path, limit=None, verifier=None):
+def load_problems(
+    name_or_path: str | Path, limit: int | None = None, verifier: str | None = None
+) -> list[Problem]:
     """Load a data set -> list[Problem], only the first `limit` if it is given. The data set is a
     name in TOY or HUB, a local .jsonl, .json or .parquet file, or the id of another one on the hub.
 
@@ -188,7 +190,7 @@ class Row(dict):
         return super().get(column)
 
 
-def to_problem(row, verifier):
+def to_problem(row: dict, verifier: str) -> Problem:
     """One row -> Problem, with this verifier if the row names none. InputError says why the row
     cannot be used, in the same words for all rows of which that is true."""
     question, options = row.get("question") or row.get("problem"), find_options(row)

@@ -134,7 +134,7 @@ BATCHED = {}  # list of (Problem, answer) -> list of bool
 VERIFIERS = [*PROGRAMS, *BATCHED]
 
 
-def verify(pairs, ask=None):
+def verify(pairs: list[tuple], ask=None) -> list[bool]:
     """(problem, answer) pairs -> whether each answer is right, list of bool. No answer, None or an
     empty box, is wrong. Whoever decides is asked once about each distinct pair: the problem's own
     verifier, or ask, a function as in BATCHED."""
