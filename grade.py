@@ -16,7 +16,6 @@ from runtime import cli  # isort: split
 
 import contextlib
 import math
-import random
 from pathlib import Path
 
 import pandas
@@ -24,90 +23,16 @@ import torch.distributed as dist
 
 from engine.load import load
 from judge import say_judgement
-from runtime.files import append_rows, lock, read_rows, to_jsonl, write_atomically
+from runtime.files import lock
 from runtime.ranks import all_gather, init_ranks
 from runtime.report import brief
 from tasks.data import Problem
 from tasks.general_verifier import FIELDS, decide
+from tasks.grades import Grades, draw, in_doubt, read_lines, read_samples
 from tasks.verifiers import plain_text
 
 AT_ONCE = 64  # answers about which a model is asked together, on each rank
 FEW = 10  # with fewer questions the standard error is itself too uncertain for an interval
-
-# ----------------------------------------------------------------------------------- what is graded
-
-
-def read_lines(directory):
-    """The lines of judge.py or of an evaluation -> (whether a run wrote them, lines). Of a run's
-    evaluations these are the first and the last."""
-    is_run = (directory / "config.json").exists()
-    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
-    cli.require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
-    ends = lines[0].get("step"), lines[-1].get("step")
-    return is_run, [line for line in lines if line.get("step") in ends]
-
-
-def read_samples(directories):
-    """-> a DataFrame with a row for each sample: run (a directory, or an evaluation of a training
-    run), question, references, answer; verifier, what the run's own verifier says; key, equal for
-    answers that are equal by the verifier `text`; and clear, True for what equals a reference,
-    False for no answer, and else None."""
-    rows = []
-    for directory in directories:
-        is_run, lines = read_lines(directory)
-        for line in lines:
-            run = f"{directory} step {line['step']}" if is_run else str(directory)
-            of_line = {"run": run, "question": line["question"], "references": line["references"]}
-            for answer, right in zip(line["answers"], line["right"]):
-                key = plain_text(answer or "")
-                clear = True if key in map(plain_text, line["references"]) else None
-                of_sample = {"answer": answer, "verifier": right, "key": key}
-                rows.append(of_line | of_sample | {"clear": clear if answer else False})
-    return pandas.DataFrame(rows)
-
-
-def draw(samples, count, seed):
-    """At most so many of the questions that all runs have. Their order depends only on their text
-    and the seed, so that grades are of use with other runs, and with more questions."""
-    in_runs = samples.groupby("question").run.nunique()
-    questions = list(in_runs.index[in_runs == samples.run.nunique()])
-    cli.require(questions, "no question is in all of these directories")
-    return sorted(questions, key=lambda text: random.Random(f"{seed} {text}").random())[:count]
-
-
-def in_doubt(samples, question):
-    """The answers to a question that are not clear, shuffled -> {key: answer}."""
-    rows = samples[(samples.question == question) & samples.clear.isna()]
-    answers = dict(zip(rows.key, rows.answer))
-    return {
-        key: answers[key] for key in random.Random(question).sample(sorted(answers), len(answers))
-    }
-
-
-class Grades:
-    """What is in the files grades.jsonl of the directories. New grades go into the first."""
-
-    def __init__(self, directories):
-        self.of = {}  # of[by][question, key]
-        self.path, *others = (directory / "grades.jsonl" for directory in directories)
-        for path in (self.path, *others):
-            for row in read_rows(path, log=True) if path.exists() else []:
-                self.note(**row)
-
-    def mend(self):
-        """Take off half a line that a kill has left, before others are appended."""
-        if self.path.exists():
-            write_atomically(self.path, to_jsonl(read_rows(self.path, log=True)))
-
-    def note(self, question, answer, right, by):
-        self.of.setdefault(by, {})[question, plain_text(answer)] = right
-
-    def save(self, question, answer, right, by):
-        """right: None if you leave the question out."""
-        row = {"question": question, "answer": answer, "right": right, "by": by}
-        append_rows(self.path, [row])
-        self.note(**row)
-
 
 # --------------------------------------------------------------------------------------- who grades
 
@@ -222,20 +147,16 @@ def main():
     questions = draw(samples, args.questions, args.seed)
     samples = samples[samples.question.isin(questions)]
     by = args.by if prompt is None else f"{args.by} with {args.prompt}"
-    if args.table:
+    ask = not args.table
+    with lock(directories[0]) if ask and cli.is_rank_0() else contextlib.nullcontext():
         grades = Grades(directories)
-    elif args.by == "you":
-        with lock(directories[0]):
-            grades = Grades(directories)
+        if ask:
             grades.mend()
+        if ask and args.by == "you":
             by_you(samples, questions, grades)
-    else:
-        device = init_ranks()
-        with lock(directories[0]) if cli.is_rank_0() else contextlib.nullcontext():
-            grades = Grades(directories)
-            grades.mend()
-            by_model(samples, questions, grades, by, load(args.by, device), prompt)
-        dist.destroy_process_group()
+        elif ask:
+            by_model(samples, questions, grades, by, load(args.by, init_ranks()), prompt)
+            dist.destroy_process_group()
     if not cli.is_rank_0():
         return
     grades.of.setdefault(by, {})  # where nothing is in doubt, all is known
