@@ -27,11 +27,12 @@ from runtime.files import lock
 from runtime.ranks import all_gather, init_ranks
 from runtime.report import brief
 from tasks.data import Problem
-from tasks.general_verifier import FIELDS, decide
+from tasks.general_verifier import decide, read_prompt
 from tasks.grades import Grades, draw, in_doubt, read_lines, read_samples
 from tasks.verifiers import plain_text
 
 AT_ONCE = 64  # answers about which a model is asked together, on each rank
+WORD = {True: "right", False: "wrong"}
 FEW = 10  # with fewer questions the standard error is itself too uncertain for an interval
 
 # --------------------------------------------------------------------------------------- who grades
@@ -49,8 +50,8 @@ def by_you(samples, questions, grades):
         references = samples.references[samples.question == question].iloc[0]
         reply = {}
         if asked:
-            title = f"{at + 1} of {len(questions)}:"
-            reply = cli.ask_numbers(title, question, " or ".join(references), asked)
+            place = f"{at + 1} of {len(questions)}:"
+            reply = cli.ask_numbers(place, question, " or ".join(references), asked)
         if reply == "q":
             print("\nstopped; the same command goes on")
             return
@@ -113,20 +114,21 @@ def say_pass_at_1(samples, truths):
             line = f"  {run}: pass@1 {brief(shares[run].mean())} (SE {brief(shares[run].sem())})"
             change = shares[run] - shares[runs[0]]
             low, high = (brief(change.mean() + sign * 1.96 * change.sem()) for sign in (-1, 1))
-            interval = f"95%: {low} to {high}" if len(shares) >= FEW else f"grade {FEW} questions"
+            interval = f"95%: {low} to {high}" if len(shares) >= FEW else f"no interval under {FEW}"
             line += f", change {brief(change.mean())} ({interval})" if run != runs[0] else ""
             print(line)
 
 
 def say_agreement(samples, by):
-    """How often you agree with a model on the answers that both graded, and three on which not."""
-    both = samples[samples.clear.isna()].dropna(subset=["you", by])
-    both = both.drop_duplicates(["question", "key"])
+    """How far a model accepts what you accept, and three answers on which you differ."""
+    doubtful = samples[samples.clear.isna()].drop_duplicates(["question", "key"])
+    both = doubtful.dropna(subset=["you", by])
     differ = both[both.you != both[by]]
-    print(f"\nyou and {by} agree on {len(both) - len(differ)} of {len(both)} answers")
+    print(f"\nyou and {by} agree on {len(both) - len(differ)} of {len(both)} answers: it accepts")
+    for yours, group in both.groupby("you"):
+        print(f"  {group[by].astype(bool).sum()} of your {len(group)} {WORD[yours]} ones")
     for row in differ.head(3).itertuples():
-        verdict = "right" if row.you else "wrong"
-        print(f"  {row.answer!r:.30} for {row.references[0]!r:.30}: you say {verdict}")
+        print(f"  {row.answer!r:.30} for {row.references[0]!r:.30}: you say {WORD[row.you]}")
 
 
 def main():
@@ -140,9 +142,7 @@ def main():
     add("--table", action="store_true", help="ask nothing, show what the grades say")
     args = parser.parse_args()
     directories = [Path(each) for each in args.directories]
-    prompt = args.prompt and Path(args.prompt).read_text(encoding="utf-8")
-    complete = prompt is None or {*FIELDS.findall(prompt)} == {"question", "reference", "answer"}
-    cli.require(complete, f"{args.prompt} needs {{question}}, {{reference}} and {{answer}}")
+    prompt = args.prompt and read_prompt(args.prompt)
     samples = read_samples(directories)
     questions = draw(samples, args.questions, args.seed)
     samples = samples[samples.question.isin(questions)]
@@ -178,7 +178,7 @@ def main():
             line["right"] = [bool(truth[key]) for key in keys]
         if by_judge:
             print(f"\n{directory}, what is right by {by}:")
-            say_judgement(by_judge)
+            say_judgement(by_judge, graded=True)
 
 
 if __name__ == "__main__":

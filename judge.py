@@ -56,9 +56,9 @@ def sample_and_judge(actor, tokenizer, problems, names, args):
 # ---------------------------------------------------------------------------------------- the table
 
 
-def say_judgement(rows):
+def say_judgement(rows, graded=False):
     """Print what the lines of samples.jsonl say about their rewards -> the table, a DataFrame with
-    a row for each reward."""
+    a row for each reward. graded: whether grade.py says what is right, and not the verifier."""
     names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
     frame = pandas.DataFrame([row | row["rewards"] for row in rows])
     samples = frame[[*lists, *names]].explode([*lists, *names]).infer_objects()
@@ -77,7 +77,10 @@ def say_judgement(rows):
         for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
             answer = samples.loc[[k]].query("right").answers.iloc[0]
             print(f"  {reward:.1e}  {answer!r:.35} for {' or '.join(rows[k]['references'])!r:.35}")
-    print(advice(shares, table, len(rows)))
+    if not graded and any(row.get("verifier") == "text" for row in rows):
+        print("By the verifier `text`, exact looks nearly perfect whatever it misses: grade first")
+    else:
+        print(advice(shares, table, len(rows)))
     return table
 
 
@@ -163,6 +166,8 @@ def advice(shares, table, questions):
         return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
     if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
         return "Most rewards are tiny: give several short references, in the model's own wording"
+    if questions < 10:
+        return "Fewer than 10 questions are too few for advice"
     best = table["aim"].idxmax() if table["aim"].notna().any() else None
     if best and table["aim"][best] > 0:
         aim_of_best = brief(table["aim"][best])

@@ -1,9 +1,10 @@
 """The General-verifier: another language model decides if an answer equals the reference."""
 
 import re
+from pathlib import Path
 
 from engine.sampling import generate
-from runtime.cli import say
+from runtime.cli import require, say
 from tasks.prompts import encode_plain
 
 VERIFIER_TOKENS = 1024  # longest reply
@@ -42,6 +43,14 @@ def decide(pairs, verifier_model, prompt=None):
     prompts = [encode(tokenizer, text, as_chat=prompt is not None) for text in texts]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
     return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
+
+
+def read_prompt(path: str) -> str:
+    """Another wording, from a file, checked."""
+    prompt = Path(path).read_text(encoding="utf-8")
+    complete = {*FIELDS.findall(prompt)} == {"question", "reference", "answer"}
+    require(complete, f"{path} needs {{question}}, {{reference}} and {{answer}}")
+    return prompt
 
 
 def filled(prompt, problem, answer):

@@ -100,7 +100,7 @@ def test_it_goes_on_where_it_stopped(user):
         Path("a/grades.jsonl").unlink(missing_ok=True)
         code, out = user("a b --seed 5", replies=replies)
         assert code == 0 and out.count("expected the numbers") == 1 and "stopped; the same" in out
-        assert "1 questions, what is right by you" in out and "(grade 10 questions)" in out
+        assert "1 questions, what is right by you" in out and "(no interval under 10)" in out
         assert {row["question"] for row in read_rows("a/grades.jsonl")} == {order[0]}
         with open("a/grades.jsonl", "a") as file:
             file.write('{"question": "Q0?", "ans')  # as a kill may leave it
@@ -210,7 +210,8 @@ def test_how_often_you_agree_with_a_model(user, monkeypatch):
     assert code == 0 and "what is right by M" in out and "agree" not in out
     assert decide.call_args.args[1:] == ("model", "{question} {reference} {answer}?")
     code, out = user("a", right={"y"})
-    assert code == 0 and "\nyou and M with p.txt agree on 1 of 3 answers\n" in out
+    assert code == 0 and "\nyou and M with p.txt agree on 1 of 3 answers: it accepts\n" in out
+    assert "  1 of your 2 wrong ones\n  0 of your 1 right ones\n" in out
     assert "  'x' for '7': you say wrong\n" in out and "  'y' for '7': you say right\n" in out
     Path("p.txt").write_text("{question} {answer}?", encoding="utf-8")
     code, out = user("a --by M --prompt p.txt")
