@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -60,6 +61,30 @@ def test_the_csv_of_the_own_case_is_what_judge_wrote(script, toy_model_dir, caps
     for part in own_case.tell, own_case.wordings, own_case.beyond_P:
         part(own_case.read_csv("own.csv"))
     assert "1 questions, 16 samples" in capsys.readouterr().out
+
+
+def test_the_numbers_of_the_own_case_are_those_of_its_csv():
+    """The table of docs/measurements.md, and the pairs that CER and P order differently."""
+    root = Path(own_case.__file__).parents[1]
+    samples = own_case.read_csv(root / "benchmarks/results/own-case.csv")
+    page = (
+        (root / "docs/measurements.md")
+        .read_text()
+        .split("\n## Does it tell right from wrong where")[1]
+    )
+    samples = samples[samples.data == "squad"]
+    labels = {"cer": "`cer`", "verifree": "`verifree` ($P$)", "exact": "`exact`"}
+    labels |= {name: f"`{name}`" for name in ("overlap", "overlap+cer")} | {"text": "equal as text"}
+    tables = []
+    for which in (0, "all"):
+        frame = own_case.with_rewards(samples, which)
+        tables.append(judge.judge_rewards(frame, list(own_case.NAMES))[1])
+    for name, label in labels.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {label} |"))
+        shown = [float(x) for x in re.findall(r"\.\d+", row)]
+        ends = [f"{of}{end}" for of in ("AUC", "aim") for end in ("", ", low", ", high")]
+        assert shown == pytest.approx([t[end][name] for t in tables for end in ends], abs=0.0051)
+    assert "CER is right in 46 and $P$ in 16" in page
 
 
 def test_differences_are_paired_by_seed():
