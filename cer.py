@@ -253,7 +253,8 @@ def spellings(vocab, answer):
     alone = vocab.encode("{" + answer)
     closed = vocab.encode("{" + answer + "}")[:-1]  # without the token that holds the brace
     finished = vocab.join(alone) + b"}"  # not answer.encode(): the tokenizer may normalise it
-    counted, found = set(), []
+    counted = set()
+    found = []
     for tokens in alone, closed:
         closers = []
         for i in range(len(tokens) + 1):
@@ -352,7 +353,8 @@ def next_token_logprobs(lm_head, states):
 def check_scoring(model, tokenizer):
     """Raise ValueError if answer_logprobs would be wrong for this model. It compares what scoring
     computes in parts (a cache, several answers in one row, lm_head) with plain forward passes."""
-    model, vocab = unwrapped(model), vocabulary(tokenizer)
+    model = unwrapped(model)
+    vocab = vocabulary(tokenizer)
     contexts = [vocab.encode(text) for text in (r"so \boxed", r"that is why it must be \boxed")]
     answers = [vocab.encode(text) for text in ("{14 eggs", r"{\frac{1}{2}")]
     lengths, last, cache = read_contexts(model, contexts)

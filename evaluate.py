@@ -18,7 +18,7 @@ import torch.distributed as dist
 from engine.load import DTYPES, check_sampling, load
 from reward_functions import judge
 from rollout import sample
-from runtime.files import append_rows, read_rows, write_atomically
+from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record, say_grade
 from tasks.data import HUB, TOY, Problem, load_problems, to_problem
@@ -142,7 +142,7 @@ def main():
         if len(results) > 1:
             print(f"average pass@1: {table.pass_at_1.mean():.3f}")
         print(f"all samples are in {path}")
-        say_grade(read_rows(path), out)
+        say_grade([p.verifier for some in datasets.values() for p in some], out)
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ import pandas
 import torch.distributed as dist
 
 from engine.load import load
-from judge import say_judgement
+from judge import FEW, say_judgement
 from runtime.files import lock
 from runtime.ranks import all_gather, init_ranks
 from runtime.report import brief
@@ -33,7 +33,6 @@ from tasks.verifiers import plain_text
 
 AT_ONCE = 64  # answers about which a model is asked together, on each rank
 WORD = {True: "right", False: "wrong"}
-FEW = 10  # with fewer questions the standard error is itself too uncertain for an interval
 
 # --------------------------------------------------------------------------------------- who grades
 

@@ -37,6 +37,7 @@ from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer"
+FEW = 10  # with fewer questions a standard error is itself too uncertain for an interval
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
@@ -166,8 +167,8 @@ def advice(shares, table, questions):
         return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
     if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
         return "Most rewards are tiny: give several short references, in the model's own wording"
-    if questions < 10:
-        return "Fewer than 10 questions are too few for advice"
+    if questions < FEW:
+        return f"Fewer than {FEW} questions are too few for advice"
     best = table["aim"].idxmax() if table["aim"].notna().any() else None
     if best and table["aim"][best] > 0:
         aim_of_best = brief(table["aim"][best])
@@ -214,7 +215,7 @@ def main():
     if cli.is_rank_0():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
-        say_grade(rows, out)
+        say_grade([problem.verifier for problem in problems], out)
         draw = cli.command("python", "plot.py", out, "--question", 0)
         print(f"all samples are in {out}; to draw one: {draw}")
     dist.destroy_process_group()

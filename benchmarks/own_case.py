@@ -165,7 +165,8 @@ def tell(samples):
         table["median of best"], table["groups < 1e-4"] = best.median(), (best < RARE).mean()
         table["groups equal"] = table["groups, equal"] / len(groups)
         by_line = dict(list(frame[frame.answered].groupby(level=0)))
-        aucs, pairs = [], 0
+        aucs = []
+        pairs = 0
         for group in by_line.values():
             right, wrong = (group[group.right == x][list(NAMES)] for x in (True, False))
             if len(right) and len(wrong):
@@ -194,7 +195,8 @@ def say_differences(title, names, differences):
 
 def wordings(samples):
     """Print question 2: how much the wording of the reference matters."""
-    differ, pairs, ratios, questions = 0, 0, [], 0
+    differ = pairs = questions = 0
+    ratios = []
     for _, group in samples[samples.answered].groupby("line"):
         distinct = numpy.array(group.drop_duplicates("answer").cer.tolist())  # [U, K]
         best = distinct.max(0)
@@ -204,7 +206,8 @@ def wordings(samples):
         ratios.append(best.min() / best.max())
         for k in range(len(best)):
             for other in range(k):
-                x, y = distinct[:, k], distinct[:, other]
+                x = distinct[:, k]
+                y = distinct[:, other]
                 order = numpy.sign(x[:, None] - x) * numpy.sign(y[:, None] - y)
                 pairs += len(x) * (len(x) - 1) // 2
                 differ += int((order < 0).sum()) // 2

@@ -46,7 +46,8 @@ def count_answers(model, tokenizer, questions, N):
     """Sample questions that were not trained on -> shares of right answers, slips and wrong work,
     and of the right answers that of each form."""
     torch.manual_seed(0)
-    kinds, forms = Counter(), Counter()
+    kinds = Counter()
+    forms = Counter()
     for group in sample(model, tokenizer, load_problems("toy-test", questions), N, 32):
         reference = group.problem.reference
         for work, answer in zip(group.texts, group.answers):

@@ -77,9 +77,9 @@ def group_record(judged, **more):
     return record | more
 
 
-def say_grade(lines, directory):
+def say_grade(verifiers, directory):
     """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
-    if any(line.get("verifier") == "text" for line in lines):
+    if "text" in verifiers:
         grade = command("python", "grade.py", directory)
         print(f"`text` calls paraphrases wrong; to say yourself what is right: {grade}")
 
@@ -263,4 +263,4 @@ class RunLog:
         print(f"  model             {self.out}/checkpoints/step-{self.last_step}")
         print(f"  curves            {command('python', 'plot.py', self.out)}")
         print(f"  samples           open {self.out}/samples.jsonl in docs/explore.html")
-        say_grade(rows, self.out)
+        say_grade([row.get("verifier") for row in rows], self.out)

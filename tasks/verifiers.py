@@ -113,7 +113,7 @@ def same_text(answer, reference):
 def plain_text(text):
     # Before NFKC turns a raised 2 into a plain one.
     plain = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda raised: f"^{raised[0]}", text)
-    plain = unicodedata.normalize("NFKC", plain).casefold()
+    plain = compatible(plain).casefold()
     plain = re.sub(r"\\text *\{([^{}]*)\}", r"\1", plain)
     plain = re.sub(r"\\?\$", "", plain)
     plain = " ".join(plain.split()).rstrip(PUNCTUATION)
