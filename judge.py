@@ -88,13 +88,14 @@ def say_judgement(rows, graded=False):
 def judge_rewards(samples, names):
     """-> how many questions have both right and wrong answers, and the table. samples: indexed by
     question. The intervals are a bootstrap over questions."""
-    answered = samples[samples.answered]
+    answered, groups = samples[samples.answered], samples.groupby(level=0)[names]
     right, wrong = answered[answered.right][names], answered[~answered.right][names]
-    both = sorted({*right.index} & {*wrong.index})
-    aucs = [auc(right.loc[[k]], wrong.loc[[k]]) for k in both] or [[math.nan] * len(names)]
-    groups = samples.groupby(level=0)[names]
+    aucs = question_aucs(samples, names)
+    both = len(aucs)
+    if not both:
+        aucs = numpy.full((1, len(names)), math.nan)
     columns = {
-        **interval("AUC", numpy.array(aucs), lambda drawn: drawn.mean(-2)),
+        **interval("AUC", aucs, lambda drawn: drawn.mean(-2)),
         **interval("aim", advantage_products(samples, names), aim),
         "mean if right": right.mean(),
         "mean if wrong": wrong.mean(),
@@ -102,7 +103,7 @@ def judge_rewards(samples, names):
         "groups, equal": (groups.nunique() == 1).sum(),
         "groups, tiny": (groups.max() < RARE).sum(),
     }
-    return len(both), pandas.DataFrame(columns, index=names)
+    return both, pandas.DataFrame(columns, index=names)
 
 
 def interval(name, of_questions, statistic, draws=2000):
@@ -115,11 +116,16 @@ def interval(name, of_questions, statistic, draws=2000):
     return {name: statistic(of_questions), f"{name}, low": low, f"{name}, high": high}
 
 
-def auc(right, wrong):
-    """For each reward how often a right sample of a question receives more than a wrong one; ties
-    count half. right, wrong [samples, rewards]."""
-    difference = right.to_numpy()[:, None] - wrong.to_numpy()
-    return ((difference > 0) + 0.5 * (difference == 0)).mean((0, 1))
+def question_aucs(samples, names):
+    """For each question that has right and wrong answers, and each reward, how often a right answer
+    receives more than a wrong one; ties count half -> [questions, rewards]."""
+    aucs = []
+    for _, group in samples[samples.answered].groupby(level=0):
+        right, wrong = (group[group.right == x][names].to_numpy() for x in (True, False))
+        if len(right) and len(wrong):
+            difference = right[:, None] - wrong
+            aucs.append(((difference > 0) + 0.5 * (difference == 0)).mean((0, 1)))
+    return numpy.array(aucs)
 
 
 def advantage_products(samples, names):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cer import check_scoring
+from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.load import DTYPES, check_sampling, load
 from engine.memory import check_disk, plan_memory
 from engine.policy import check_training, copy_weights, make_policy
@@ -21,7 +22,6 @@ from evaluate import evaluate
 from reward_functions import REWARDS, judge, rewards
 from rloo import leave_one_out, update
 from rollout import sample
-from runtime.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from runtime.files import read_config
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RunLog

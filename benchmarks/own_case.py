@@ -27,7 +27,7 @@ import torch
 
 from cer import cer
 from grade import verdicts
-from judge import advantage_products, aim, auc, interval, judge_rewards
+from judge import advantage_products, aim, interval, judge_rewards, question_aucs
 from reward_functions import f1, words
 from runtime.report import RARE
 from tasks.grades import Grades, read_lines, read_samples
@@ -164,16 +164,9 @@ def tell(samples):
         best = frame.groupby(level=0)[list(NAMES)].max()
         table["median of best"], table["groups < 1e-4"] = best.median(), (best < RARE).mean()
         table["groups equal"] = table["groups, equal"] / len(groups)
-        by_line = dict(list(frame[frame.answered].groupby(level=0)))
-        aucs = []
-        pairs = 0
-        for group in by_line.values():
-            right, wrong = (group[group.right == x][list(NAMES)] for x in (True, False))
-            if len(right) and len(wrong):
-                aucs.append(auc(right, wrong))
-                pairs += len(right) * len(wrong)
-        aucs = numpy.array(aucs)
-        tables[which] = aucs
+        tables[which] = aucs = question_aucs(frame, list(NAMES))
+        rights = frame[frame.answered].groupby(level=0).right
+        pairs = (rights.sum() * (rights.size() - rights.sum())).sum()
         products = advantage_products(frame, list(NAMES))
         title = "one reference (the first)" if which == 0 else "all references"
         print(f"\n{title}: {both} questions with right and wrong answers, {pairs} pairs")

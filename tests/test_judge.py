@@ -55,8 +55,6 @@ def test_aim_knows_the_size_of_rewards_and_auc_does_not():
     # Among four questions drawn the large one is k times: the root of k / 4, and 1 without it.
     ends = [table[f"aim, {end}"]["uneven"] for end in ("low", "high")]
     assert ends == pytest.approx([0.5, 1], abs=1e-3)
-    right, wrong = ((truth * size)[truth == x].to_frame() for x in (1, 0))
-    assert judge.auc(right, wrong) == 1
 
 
 def test_the_interval_is_that_of_the_normal_distribution():

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import train
 from engine import policy
+from engine.checkpoints import load_checkpoint, save_checkpoint
 from reward_functions import REWARDS, Judged, Reward
-from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.files import checkpoints, read_rows
 from runtime.ranks import Stop, seed_everything
 
