@@ -5,6 +5,7 @@ full passes), a decode step, sampling in pieces (against one call), a prompt tha
     python benchmarks/gpu.py | tee FILE        # on a GPU: Qwen3-4B's shape, some minutes
     python benchmarks/gpu.py --shape small     # on two CPU cores: 8M parameters, some minutes
     python benchmarks/gpu.py --shape tiny      # to check that it runs
+    python benchmarks/gpu.py --model DIR --parts passages --dtype bf16    # a real model's shape
 """
 
 import copy
@@ -41,24 +42,25 @@ LENGTHS = {"tiny": 12, "small": 256, "qwen3-4b": 1000}  # tokens of a context or
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shape", choices=SHAPES, help="(default: qwen3-4b on a GPU, else small)")
+    parser.add_argument("--model", help="directory of a model, in place of random weights")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--dtype", default="auto", choices=["auto", *load.DTYPES])
     parser.add_argument("--repeats", type=cli.number(int, 1), default=3, help="report the median")
     args = parser.parse_args()
     device = ranks.init_ranks()
     on_gpu = device.type == "cuda"
     shape = args.shape or ("qwen3-4b" if on_gpu else "small")
     torch.manual_seed(0)
-    tokenizer = toy_model.build_tokenizer()  # any will do, since the weights are random
-    same = dict(tie_word_embeddings=True, max_position_embeddings=40_960, eos_token_id=1)
-    config = transformers.Qwen3Config(**SHAPES[shape], **same)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    load.fuse_norms(model)
+    tokenizer = toy_model.build_tokenizer()  # any will do, since the prompts are random
+    if args.model:
+        shape, model = args.model, load.load(args.model, device, dtype=args.dtype)[0]
+    else:
+        model = random_model(shape, device, args.dtype)
     load.reset_generation_config(model, tokenizer)
     cpu = f"CPU, {torch.get_num_threads()} threads"
     origin = {
         "shape": shape,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
         "hardware": torch.cuda.get_device_name() if on_gpu else cpu,
@@ -66,10 +68,21 @@ def main():
         "transformers": transformers.__version__,
     }
     with mock.patch("engine.sampling.EachStep", Ends):
-        for part in scoring, decoding, sampling, passages, updating:
-            for line in part(model, tokenizer, LENGTHS[shape], args.repeats):
-                print(json.dumps({"part": part.__name__} | line | origin), flush=True)
+        for part in args.parts:
+            for line in PARTS[part](model, tokenizer, LENGTHS.get(shape, 256), args.repeats):
+                print(json.dumps({"part": part} | line | origin), flush=True)
     dist.destroy_process_group()
+
+
+def random_model(shape, device, dtype):
+    same = dict(tie_word_embeddings=True, max_position_embeddings=40_960, eos_token_id=1)
+    config = transformers.Qwen3Config(**SHAPES[shape], **same)
+    if dtype == "auto":
+        dtype = "bf16" if device.type == "cuda" else "fp32"
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=load.DTYPES[dtype])
+    load.fuse_norms(model)
+    return model.eval()
 
 
 def measure(repeats, function, *inputs):
@@ -182,6 +195,8 @@ def updating(model, tokenizer, length, repeats, rows=16):
     taken["num_alloc_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     yield {"rows": rows, "tokens": tokens} | taken
 
+
+PARTS = {each.__name__: each for each in (scoring, decoding, sampling, passages, updating)}
 
 if __name__ == "__main__":
     cli.run_script(main)
