@@ -21,10 +21,12 @@ def draw(axis, title, columns, widths, slices, names, hues, rewards):
     left, bottom, areas = widths.cumsum(0) - widths, slices.cumsum(1) - slices, widths * slices.T
     for k, R in enumerate(rewards.T):
         place = {"height": slices[:, k], "bottom": bottom[:, k], "align": "edge"}
-        rest = axis.bar(left + R % 1 * widths, width=(1 - R % 1) * widths, color=hues[k], **place)
+        axis.bar(left + R % 1 * widths, width=(1 - R % 1) * widths, color=hues[k], **place)
         axis.bar(left, width=R * widths, color="#f0932b", label="reward", **place)
         outline = axis.bar(left, width=widths, fill=False, edgecolor="white", **place)
-        axis.bar_label(rest, [names[k] if x > 0.026 else "" for x in areas[k]], label_type="center")
+        for least, size in (0.026, 13), (0.0249, 9):  # the small ones are the slips after A
+            shown = [names[k] if least <= x < 0.026 + (size > 9) else "" for x in areas[k]]
+            axis.bar_label(outline, shown, label_type="center", size=size)
     if (rewards == rewards[:, :1]).all():  # the slices of a column have the same reward
         axis.bar_label(outline, [f"{R:.3f}"[1:] for R in rewards[:, 0]], color="#a04b00", padding=2)
     axis.set(xlim=(0, 1), ylim=(0, 1), yticks=[], xticks=left + widths / 2, xticklabels=columns)
@@ -41,10 +43,10 @@ figure, (exact, verifree, cer) = plt.subplots(1, 3, figsize=(10.5, 4.9))
 figure.subplots_adjust(left=0.01, right=0.99, bottom=0.19, top=0.78, wspace=0.14)
 model = ["A\n3·4+2", "B\n3·(4+2)", "C\n3+4+2"], prior, likelihood, answers, [hues] * 4
 draw(exact, "exact match", *model, torch.eye(4)[[0, 0, 0]])
-title = "→ averaged over the answers\nof each solution: P (VeriFree)"
+title = "→ averaged over the answers\nof each solution: VeriFree (P)"
 draw(verifree, title, *model, P[:, None].expand(3, 4))
 behind = [a + "\n" for a in answers], prior @ likelihood, posterior, "ABC", [[h] * 4 for h in hues]
-title = "→ averaged over the solutions\nbehind each answer: ρ (CER)"
+title = "→ averaged over the solutions\nbehind each answer: CER (R)"
 draw(cer, title, *behind, (posterior @ P)[:, None].expand(4, 3))
 figure.suptitle("“3 bags of 4 eggs and 2 more eggs. How many eggs?”   reference: 14", size=13)
 figure.savefig(sys.argv[1], metadata={"Date": None})
