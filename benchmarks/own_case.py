@@ -70,9 +70,10 @@ def sample_lines(directory, name, lines, by):
     """-> a row for each sample. Of a list, such as cer, the numbers are those of the references."""
     _, groups = read_lines(directory)
     samples = read_samples([directory])
-    graded = Grades([directory]).of.get(by, {})
-    questions = [group["question"] for group in groups]
-    right = verdicts(samples, questions, graded)
+    right = samples.verifier
+    if by != "verifier":
+        questions = [group["question"] for group in groups]
+        right = verdicts(samples, questions, Grades([directory]).of.get(by, {}))
     samples["right"] = [None if pandas.isna(each) else int(each) for each in right]
     of_question = dict(list(samples.groupby("question", sort=False)))
     for line, group in zip(numbers(lines), groups, strict=True):
@@ -234,6 +235,20 @@ def beyond_P(samples):
     print(f"a posterior spreads over {spread.mean():.2f} of {columns.mean():.2f} columns")
 
 
+def other_wordings(samples):
+    """Print question 5: how the rewards order right answers that equal no reference verbatim."""
+    frame = with_rewards(samples, "all")
+    pairs, before = 0, numpy.zeros(len(NAMES))
+    for _, group in frame[frame.answered].groupby(level=0):
+        right = group[group.right & (group.exact == 0)][list(NAMES)].to_numpy()
+        wrong = group[~group.right][list(NAMES)].to_numpy()
+        difference = right[:, None] - wrong
+        pairs += len(right) * len(wrong)
+        before += ((difference > 0) + 0.5 * (difference == 0)).sum((0, 1))
+    shares = dict(zip(NAMES, (before / max(1, pairs)).round(3).tolist()))
+    print(f"{pairs} pairs of a wrong answer and a right one that is not verbatim: {shares}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -245,7 +260,7 @@ def main():
     to_csv.add_argument("directory", type=Path)
     to_csv.add_argument("--name", required=True)
     to_csv.add_argument("--lines", required=True, help="as for rows")
-    to_csv.add_argument("--by", required=True, help="whose grades")
+    to_csv.add_argument("--by", required=True, help="whose grades, or verifier: the run's own")
     numbers_of = commands.add_parser("table", help="print the numbers of the section")
     numbers_of.add_argument("file", type=Path)
     args = parser.parse_args()
@@ -262,7 +277,7 @@ def main():
         samples = read_csv(args.file)
         for name, of_data in samples.groupby("data", sort=False):
             print(f"\n==== {name}")
-            for part in tell, wordings, beyond_P:
+            for part in tell, wordings, beyond_P, other_wordings:
                 part(of_data)
                 print()
 

@@ -132,7 +132,8 @@ def read_once(model, so_far, ids, mask, cache):
 
 def row_bytes(model, tokens, more):
     """The memory of a row of so many tokens that samples `more`: its keys and values; in the
-    prefill the activations of one layer and the attention mask; six copies of its logits."""
+    prefill the activations of one layer and the attention mask; six copies of its logits. Equal
+    rows share a prefill, and take less than this."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
