@@ -236,17 +236,18 @@ def beyond_P(samples):
 
 
 def other_wordings(samples):
-    """Print question 5: how the rewards order right answers that equal no reference verbatim."""
+    """Print question 5, AUC where of the right answers only those count that equal no reference
+    verbatim; and, which was not declared, only those that have no word in common with one."""
     frame = with_rewards(samples, "all")
-    pairs, before = 0, numpy.zeros(len(NAMES))
-    for _, group in frame[frame.answered].groupby(level=0):
-        right = group[group.right & (group.exact == 0)][list(NAMES)].to_numpy()
-        wrong = group[~group.right][list(NAMES)].to_numpy()
-        difference = right[:, None] - wrong
-        pairs += len(right) * len(wrong)
-        before += ((difference > 0) + 0.5 * (difference == 0)).sum((0, 1))
-    shares = dict(zip(NAMES, (before / max(1, pairs)).round(3).tolist()))
-    print(f"{pairs} pairs of a wrong answer and a right one that is not verbatim: {shares}")
+    for title, reward in ("not verbatim", "exact"), ("without a word in common", "overlap"):
+        aucs = question_aucs(frame[~frame.right | (frame[reward] == 0)], list(NAMES))
+        print(f"{title}: {len(aucs)} questions")
+        if len(aucs):
+            print(f"AUC: {dict(zip(NAMES, aucs.mean(0).round(3).tolist()))}")
+            say_differences("AUC: cer minus", NAMES[1:], aucs[:, :1] - aucs[:, 1:])
+
+
+PARTS = tell, wordings, beyond_P, other_wordings
 
 
 def main():
@@ -277,7 +278,7 @@ def main():
         samples = read_csv(args.file)
         for name, of_data in samples.groupby("data", sort=False):
             print(f"\n==== {name}")
-            for part in tell, wordings, beyond_P, other_wordings:
+            for part in PARTS:
                 part(of_data)
                 print()
 

@@ -56,7 +56,7 @@ def test_the_csv_of_the_own_case_is_what_judge_wrote(script, toy_model_dir, caps
     for line in graded:  # as if 9 were the truth
         line["right"] = int("9" in line["answer"])
     pandas.DataFrame(graded).to_csv("own.csv", index=False)
-    for part in own_case.tell, own_case.wordings, own_case.beyond_P:
+    for part in own_case.PARTS:
         part(own_case.read_csv("own.csv"))
     assert "1 questions, 16 samples" in capsys.readouterr().out
 
@@ -83,6 +83,13 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
         ends = [f"{of}{end}" for of in ("AUC", "aim") for end in ("", ", low", ", high")]
         assert shown == pytest.approx([t[end][name] for t in tables for end in ends], abs=0.0051)
     assert "CER is right in 46 and $P$ in 16" in page
+    frame = own_case.with_rewards(samples, "all")
+    for row, reward in ("not verbatim", "exact"), ("no word in common", "overlap"):
+        some = frame[~frame.right | (frame[reward] == 0)]
+        aucs = judge.question_aucs(some, ["exact", "verifree", "cer", "overlap", "overlap+cer"])
+        [line] = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
+        shown = [float(x) for x in re.findall(r"\d*\.?\d+", line)]
+        assert shown == pytest.approx([len(aucs), *aucs.mean(0)], abs=0.0051)
 
 
 def test_differences_are_paired_by_seed():
