@@ -65,11 +65,9 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
     """The table of docs/measurements.md, and the pairs that CER and P order differently."""
     root = Path(own_case.__file__).parents[1]
     samples = own_case.read_csv(root / "benchmarks/results/own-case.csv")
-    page = (
-        (root / "docs/measurements.md")
-        .read_text()
-        .split("\n## Does it tell right from wrong where")[1]
-    )
+    text = (root / "docs/measurements.md").read_text()
+    mathematics, page = text.split("\n## Does it tell right from wrong ")[1:]
+    math500 = own_case.with_rewards(samples[samples.data == "math500"], "all")
     samples = samples[samples.data == "squad"]
     labels = {"cer": "`cer`", "verifree": "`verifree` ($P$)", "exact": "`exact`"}
     labels |= {name: f"`{name}`" for name in ("overlap", "overlap+cer")} | {"text": "equal as text"}
@@ -84,6 +82,9 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
         assert shown == pytest.approx([t[end][name] for t in tables for end in ends], abs=0.0051)
     assert "CER is right in 46 and $P$ in 16" in page
     frame = own_case.with_rewards(samples, "all")
+    shown = re.findall(r"\| ([\d.]+) \([\d., ]+\) \|\n", mathematics)
+    aucs = judge.question_aucs(math500, ["cer", "verifree", "exact"])
+    assert [float(x) for x in shown] == pytest.approx(list(aucs.mean(0)), abs=0.0051)
     for row, reward in ("not verbatim", "exact"), ("no word in common", "overlap"):
         some = frame[~frame.right | (frame[reward] == 0)]
         aucs = judge.question_aucs(some, ["exact", "verifree", "cer", "overlap", "overlap+cer"])
