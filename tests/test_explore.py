@@ -16,6 +16,7 @@ from cer import cer, exact_cer
 from rloo import leave_one_out
 
 PAGE = Path(__file__).parents[1] / "docs" / "explore.html"
+TROLL = Path(__file__).parents[1] / "benchmarks" / "results" / "troll" / "samples.jsonl"
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: chromium)")
 
@@ -147,18 +148,31 @@ def test_a_wall_is_dragged(tmp_path):
         };
         const press = (key, arrow) => wall(key).dispatchEvent(
           new KeyboardEvent("keydown", { key: arrow, bubbles: true }));
-        const note = () => found.push({ ...numbers(), words: text("model-words"),
+        const note = () => found.push({ ...numbers(), bars: all(".levels .meter")
+            .map(node => [node.textContent, node.style.getPropertyValue("--share")]),
           behind: text("behind-words"), levels: all('#rewards [data-key^="answer"]')
             .map(node => parseFloat(node.style.getPropertyValue("--share")) / 100) });
-        drag("2 1", .6, .9); note();  // B now mostly ends in 14 eggs
+        const notice = () => ["changed", "reset", "first"].map(id => $(id).checkVisibility());
+        await go("all"); check("no notice yet", notice(), "false,false,true");
+        await go("model"); drag("2 1", .6, .9); note();  // B now mostly ends in 14 eggs
         drag("0 0", .3, .5); press("0 0", "ArrowRight");
         drag("3 2", .9, 5); press("1 0", "ArrowDown");
+        for (const step of order.slice(0, 6)) {
+          await go(step);
+          check(`${step}: a way back, and no sentence about the first model`,
+            notice(), `true,true,false`);
+          const words = steps[order.indexOf(step)].innerText;
+          check(`${step}: nothing that was so before`, /mostly from|18 and 9/.test(words), false);
+          const { bottom } = $("reset").getBoundingClientRect();
+          check("in view", bottom > 0 && bottom < innerHeight);
+        }
         await go("all"); note();
-        check("two ways to look at a dragged model", $("changed").hidden, false);
         await go("darts");
         check("the darts hit the first model", numbers().prior, EGGS.prior);
-        check("which is said", $("changed").hidden, false);
-        await go("all"); $("reset").click(); note();"""
+        check("which is said", text("changed").includes("Darts use the first model"));
+        check("in view", $("changed").checkVisibility());
+        await go("all"); $("reset").click(); note();
+        check("as before", notice(), "false,false,true");"""
     found = in_browser(tmp_path, steps)
     first, second, reset = ([torch.tensor(g[k]) for k in ("prior", "likelihood")] for g in found)
     same(first[1][1].tolist(), torch.tensor([0.05, 0.85, 0.05, 0.05]))
@@ -171,9 +185,8 @@ def test_a_wall_is_dragged(tmp_path):
         if model is not first:
             same(g["levels"], rho)
             assert g["behind"].endswith(f"= {short(rho[1])}")
-    levels = zip(found[0]["answers"], exact_cer(*first)[:, 0], strict=True)
-    said = ", ".join(f"{answer} {short(rho)}" for answer, rho in levels)
-    assert found[0]["words"].endswith(f"CER: {said}")
+    for (said, share), rho in zip(found[0]["bars"], exact_cer(*first)[:, 0], strict=True):
+        assert said == short(rho) and float(share[:-1]) == pytest.approx(100 * rho.item(), abs=1e-4)
     assert exact_cer(*first)[1, 0] < 0.3 < exact_cer(*reset)[1, 0]
 
 
@@ -207,11 +220,21 @@ def test_the_matrix(tmp_path):
             lit: all("#matrix .lit")[0].style.bottom === cells[8 * k].style.bottom,
             tops: [0, 8, 64].map(i => parseFloat(cells[i].style.bottom) +
               parseFloat(cells[i].style.height)),
-            cost: all("[data-say=cost]")[0].textContent, words: text("rewards-words"),
-            likelihood: EGGS.likelihood });
-        }"""
-    sds = {8: ".041", 4: ".054", 1: ".157"}
-    for seen, (M, sd) in zip(in_browser(tmp_path, steps), sds.items(), strict=True):
+            cost: all("[data-say=cost]")[0].textContent, likelihood: EGGS.likelihood });
+        }
+        check("dots for two answers", all("#costs .dots").length, 8);
+        const pairs = range(200).flatMap(seed => {  // rewards of “14 eggs” and “18” in a group
+          const { a, R } = judge(EGGS, throwDarts(1 + seed), 1);
+          const of = k => R.filter((_, i) => a[i] === k);
+          return of(1).flatMap(right => of(2).map(wrong => wrong >= right));
+        });
+        check("one time in five", (sum(pairs) / pairs.length).toFixed(1), "0.2");
+        check("which is said", /one time in five/.test(all("[data-step=columns]")[0].innerText));
+        found.push([...$("costs").rows].map(row => row.innerText.replace(/\\s+/g, " ")));"""
+    *matrices, costs = in_browser(tmp_path, steps)
+    spreads = {8: (32, ".440 ± .041"), 4: (20, ".455 ± .054"), 1: (7, ".437 ± .157")}
+    for seen, (M, (readings, spread)) in zip(matrices, spreads.items(), strict=True):
+        assert any(row.startswith(f"{M} {readings} {spread} ") for row in costs)
         g, likelihood = seen["group"], torch.tensor(seen["likelihood"])
         check_group(g, likelihood, M)
         W = [[("–" if w is None else short(w, 2)) for w in row] for row in g["W"]]
@@ -223,8 +246,9 @@ def test_the_matrix(tmp_path):
         read |= {(0, j) for j in range(8) if asked[j]}  # P is the row of 14, answer 0
         high = 100 / 9.4  # of nine rows, P a little apart
         assert seen["tops"] == pytest.approx([100, 100 - high, high])
-        assert seen["cost"] == f"{len(read)} readings"
-        assert seen["words"].endswith(f"± {sd} (SD)")
+        more = f" + {len(read) - 4 * M} for P" if M < 8 else ""
+        assert seen["cost"] == f"= {M}: 4 answers × {M}{more} = {len(read)} readings"
+        assert len(read) == readings
 
 
 def test_tab_reaches_all_in_reading_order(tmp_path):
@@ -271,6 +295,66 @@ def group(step, R=None, **more):
     return json.dumps(line | ({"R": R} if R else {}) | more) + "\n"
 
 
+def test_the_group_of_the_troll(tmp_path):
+    """The page's real group is the README's. Its numbers are those of its file and of cer.py."""
+    steps = """await drawn();
+        found.push(JSON.parse($("real-group").textContent.replace(/\\n/g, " ")));
+        const names = [...$("samples").children].map(node => node.textContent.replace(/[✓✗] /, ""));
+        const seen = {};
+        names.forEach((name, k) => {
+          $("samples").children[k].click();
+          (seen[name] ??= []).push([text("run-behind-words"), text("text")]);
+        });
+        check("its text", $("troll").checkVisibility());
+        check("one reference", /P is the sum/.test(text("asked")), false);
+        const verdicts = [...$("samples").children].map(node => node.textContent);
+        found.push({ seen, CER: groups[0].CER, verdicts, told: text("troll") });"""
+    page, shown = in_browser(tmp_path, steps)
+    with TROLL.open() as file:
+        ours = json.loads(file.readline())
+    for name in "references", "answers", "truncated", "R", "distinct_answers", "columns":
+        assert page[name] == ours[name]
+    assert page["log_W"] == ours["log_W"] and page["log_P"] == ours["log_P"]
+    for text, whole in zip(
+        page["texts"], ours["texts"], strict=True
+    ):  # … stands for what is left out
+        assert whole.endswith(text.split("… ")[-1].split("[…] ")[-1])
+    R = cer(torch.tensor(ours["log_W"]), torch.tensor(ours["log_P"])).tolist()
+    R = dict(zip(ours["distinct_answers"], R, strict=True))
+    P = dict(zip(ours["columns"], torch.tensor(ours["log_P"]).exp().tolist(), strict=True))
+    same(shown["CER"], torch.tensor([R.get(answer, 0.0) for answer in ours["answers"]]))
+    for answer, reward in R.items():
+        own = [p for i, p in P.items() if ours["answers"][i] == answer]
+        said = [words.split("P of its own solution ") for words, _ in shown["seen"][answer]]
+        assert {level for level, _ in said} == {
+            f"level {short(reward)}" if reward > 5e-4 else "level 4e-5"
+        }
+        assert sorted(p for _, p in said) == sorted(
+            short(p, 4) if p > 5e-5 else "4e-5" for p in own
+        )
+    board = {
+        "three": ".250",
+        "three days": ".231",
+        "three whole days": ".221",
+        "3": ".100",
+        "a few days": ".042",
+    }
+    assert {answer: short(R[answer]) for answer in board} == board  # README's
+    right = {name[2:] for name in shown["verdicts"] if name[0] == "✓"}
+    assert right == {"three", "three days", "three whole days", "3"}
+    assert "P is .0001" in shown["told"] and "gives it .100" in shown["told"]
+    row = torch.tensor(ours["log_W"])[ours["distinct_answers"].index("3")].softmax(0).tolist()
+    words = sum(
+        w for i, w in zip(ours["columns"], row, strict=True) if ours["answers"][i] in right - {"3"}
+    )
+    assert 0.3 < words < 0.37  # “a third of its row”
+    headers = [said.split("\n")[0] for _, said in shown["seen"]["(no answer)"]]
+    assert sorted(re.sub("Sample [0-9]+ ", "", header) for header in headers) == [
+        *[r"(no closed \boxed{})"] * 2,
+        *[r"(no closed \boxed{}, cut off)"] * 2,
+    ]
+
+
 def test_the_files_of_a_run(tmp_path, finished_run):
     matrices = {"distinct_answers": ["14", "<img src>"], "columns": [0, 2, 3]}
     matrices |= {"log_W": [[-1000.0, -1002.0, -1001.0], [None, -1.0, None]], "log_P": [-1, -5, -2]}
@@ -289,7 +373,7 @@ def test_the_files_of_a_run(tmp_path, finished_run):
         check("two wordings", new Set(names().filter(name => name[0] === "✓")).size > 1);
         for (const sample of names().keys()) {{
           $("samples").children[sample].click();
-          check("its level is R", text("run-behind-words").slice(6),
+          check("its level is R", text("run-behind-words").slice(6).split("P")[0],
             text("run-rewards-words").slice(2).split(",")[0]);
         }}
         await open("{{");
@@ -298,9 +382,12 @@ def test_the_files_of_a_run(tmp_path, finished_run):
         await open({json.dumps(run)} + "\\n  \\n{{");
         check("a bad line", text("opened"), "f: 2 groups. Left out: 1 (line 5 is no JSON).");
         check("the best", ["samples", "run-rewards-words", "run-behind-words"].map(text).join("|"),
-          "1414<img src>(no answer)|R .400, advantage +.233|level {short(R)}");
+          "1414<img src>(no answer)|R .400, advantage +.233|level {short(R)}" +
+            "P of its own solution .3679");
         check("a box", [$("text").textContent, all("mark").length], "Sample 1\\n\\nSo 14,1");
-        check("all references", text("asked").includes("Reference: 14 or 14 eggs (verbatim in 2"));
+        check("all references", text("asked").endsWith("Reference: 14 or 14 eggs (verbatim in 2 " +
+          "samples). P is the sum of their probabilities."));
+        check("the troll's text is gone", $("troll").checkVisibility(), false);
         $("index").value = 2; $("index").onchange({{ target: $("index") }});
         check("who is right", names().sort(), "(no answer),14,✓ 14,✗ <img src>");
         check("hues", all("#run-behind .slice").map(node => node.classList[2]).sort(), "A,B,C");
