@@ -306,6 +306,7 @@ def test_the_group_of_the_troll(tmp_path):
           (seen[name] ??= []).push([text("run-behind-words"), text("text")]);
         });
         check("its text", $("troll").checkVisibility());
+        check("on a narrow screen the squares are large", $("run-behind").clientWidth > 200);
         check("one reference", /P is the sum/.test(text("asked")), false);
         const verdicts = [...$("samples").children].map(node => node.textContent);
         found.push({ seen, CER: groups[0].CER, verdicts, told: text("troll") });"""
