@@ -53,7 +53,7 @@ title = "→ averaged over the answers\nof each solution: VeriFree (P)"
 question = "Does this solution lead to “14”?"
 draw(verifree, title, question, *model, P[:, None].expand(3, 4), (0, 2))
 behind = [a + "\n" for a in answers], prior @ likelihood, posterior, "ABC", [[h] * 4 for h in hues]
-title = "→ averaged over the solutions\nbehind each answer: CER (R)"
+title = "→ averaged over the solutions\nbehind each answer: CER"
 question = "Do its solutions lead to “14”?"
 draw(cer, title, question, *behind, (posterior @ P)[:, None].expand(4, 3), (2, 0))
 figure.suptitle("“3 bags of 4 eggs and 2 more eggs. How many eggs?”   reference: 14", size=13)
