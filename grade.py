@@ -63,7 +63,8 @@ def by_you(samples, questions, grades):
 
 def by_model(samples, questions, grades, by, model, prompt):
     """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
-    graded, undecided = grades.of.get(by, {}), 0
+    graded = grades.of.get(by, {})
+    undecided = 0
     rank, world = dist.get_rank(), dist.get_world_size()
     todo = []
     for question in questions:

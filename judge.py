@@ -88,7 +88,8 @@ def say_judgement(rows, graded=False):
 def judge_rewards(samples, names):
     """-> how many questions have both right and wrong answers, and the table. samples: indexed by
     question. The intervals are a bootstrap over questions."""
-    answered, groups = samples[samples.answered], samples.groupby(level=0)[names]
+    answered = samples[samples.answered]
+    groups = samples.groupby(level=0)[names]
     right, wrong = answered[answered.right][names], answered[~answered.right][names]
     aucs = question_aucs(samples, names)
     both = len(aucs)

@@ -11,7 +11,6 @@ reward gives every sample an advantage. Otherwise ours would leave samples out o
 TRL is set up for speed: no KL term, no gradient checkpointing, no logs, one micro-batch.
 """
 
-import argparse
 import itertools
 import shlex
 import statistics
@@ -35,6 +34,7 @@ from engine.tokens import split_answer
 from reward_functions import REWARDS, judge, rewards
 from rloo import leave_one_out, rloo_rows, update
 from rollout import sample
+from runtime import cli
 from runtime.ranks import init_ranks
 from tasks.data import load_problems
 from tasks.prompts import chat_messages
@@ -60,9 +60,12 @@ class Alternate(TrainerCallback):
 
 def alternate(kind, reward, args, directory):
     """-> CPU seconds of each of TRL's steps, and of ours."""
-    problems = load_problems(args.dataset, args.steps * args.questions)
+    count = args.steps * args.questions
+    problems = load_problems(args.dataset, count)
+    cli.require(len(problems) == count, f"--dataset: expected {count} questions or more")
     starts = range(0, len(problems), args.questions)
     batches = (problems[k : k + args.questions] for k in starts)
+
     actor, tokenizer = load(args.model, "cpu")
     policy, optimizer = make_policy(args.model, False, LR, torch.float32)
 
@@ -116,7 +119,7 @@ def summary(times):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--model", required=True)
     add("--dataset", required=True)
@@ -143,4 +146,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    cli.run_script(main)

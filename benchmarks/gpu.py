@@ -53,7 +53,8 @@ def main():
     torch.manual_seed(0)
     tokenizer = toy_model.build_tokenizer()  # any will do, since the prompts are random
     if args.model:
-        shape, model = args.model, load.load(args.model, device, dtype=args.dtype)[0]
+        shape = args.model
+        model, _ = load.load(args.model, device, dtype=args.dtype)
     else:
         model = random_model(shape, device, args.dtype)
     load.reset_generation_config(model, tokenizer)
@@ -77,10 +78,9 @@ def main():
 def random_model(shape, device, dtype):
     same = dict(tie_word_embeddings=True, max_position_embeddings=40_960, eos_token_id=1)
     config = transformers.Qwen3Config(**SHAPES[shape], **same)
-    if dtype == "auto":
-        dtype = "bf16" if device.type == "cuda" else "fp32"
+    dtype = load.find_dtype(dtype, device)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=load.DTYPES[dtype])
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     load.fuse_norms(model)
     return model.eval()
 

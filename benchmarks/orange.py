@@ -25,8 +25,9 @@ def draw(axis, title, question, columns, widths, slices, names, hues, rewards, s
         axis.bar(left + R % 1 * widths, width=(1 - R % 1) * widths, color=hues[k], **place)
         axis.bar(left, width=R * widths, color="#f0932b", label="reward", **place)
         outline = axis.bar(left, width=widths, fill=False, edgecolor="white", **place)
-        for least, size in (0.026, 13), (0.0249, 9):  # the small ones are the slips after A
-            shown = [names[k] if least <= x < 0.026 + (size > 9) else "" for x in areas[k]]
+        # The slices of .025 are the wrong answers after A, and get small letters.
+        for least, most, size in (0.026, 1, 13), (0.0249, 0.026, 9):
+            shown = [names[k] if least <= x < most else "" for x in areas[k]]
             axis.bar_label(outline, shown, label_type="center", size=size)
     x, y = slip
     frame = dict(height=slices[x, y].item(), bottom=bottom[x, y].item(), align="edge", fill=False)

@@ -29,17 +29,22 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto"):
     method assumes: check_sampling, and cer.check_scoring. The verifier only generates, and has
     none. Whatever they raise becomes one line that names the model's family."""
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
-    on_gpu = torch.device(device).type == "cuda"
-    if dtype == "auto":
-        dtype = "bf16" if on_gpu else "fp32"
-    if dtype == "bf16" and not on_gpu and not has_bf16_unit():
-        say("this CPU has no unit for bf16 (avx512_bf16 or AMX), so fp32 is faster on it")
-    model = load_model(name_or_dir, device, DTYPES[dtype])
+    model = load_model(name_or_dir, device, find_dtype(dtype, device))
     reset_generation_config(model, tokenizer)
     with as_input_error(f"{model.config.model_type} is not supported"):
         for check in checks:
             check(model, tokenizer)
     return model, tokenizer
+
+
+def find_dtype(dtype, device):
+    """The torch dtype that --dtype means on a device."""
+    on_gpu = torch.device(device).type == "cuda"
+    if dtype == "auto":
+        dtype = "bf16" if on_gpu else "fp32"
+    if dtype == "bf16" and not on_gpu and not has_bf16_unit():
+        say("this CPU has no unit for bf16 (avx512_bf16 or AMX), so fp32 is faster on it")
+    return DTYPES[dtype]
 
 
 def has_bf16_unit():

@@ -316,9 +316,8 @@ def test_the_group_of_the_troll(tmp_path):
     for name in "references", "answers", "truncated", "R", "distinct_answers", "columns":
         assert page[name] == ours[name]
     assert page["log_W"] == ours["log_W"] and page["log_P"] == ours["log_P"]
-    for text, whole in zip(
-        page["texts"], ours["texts"], strict=True
-    ):  # … stands for what is left out
+    # … stands for what is left out
+    for text, whole in zip(page["texts"], ours["texts"], strict=True):
         assert whole.endswith(text.split("… ")[-1].split("[…] ")[-1])
     R = cer(torch.tensor(ours["log_W"]), torch.tensor(ours["log_P"])).tolist()
     R = dict(zip(ours["distinct_answers"], R, strict=True))
