@@ -39,8 +39,10 @@ def judge(reward, theta, phi, s, a, reference, M, by_std=False):
     log_pi = phi.log_softmax(-1)  # of all answers after all solutions  [K, S, V]
     of_reference = log_pi.detach()[k, torch.arange(S), reference]  # log pi(a*|s)  [K, B, S]
     log_W = log_pi.detach()[k[..., None], s[:, :, None], a[..., None]]  # log pi(a_i|s_j)
-    if M < N:  # the own solution, others at random (cer.py first takes all that gave the answer)
-        keys = torch.eye(N) + torch.rand(log_W.shape)
+    if M < N:  # as in cer.py: first the solutions that gave this answer, then others at random
+        own = a[..., None] == a[..., None, :]
+        first = own.int().argmax(-1)[..., None].expand_as(own)  # equal answers share their choice
+        keys = own + torch.rand(log_W.shape).gather(-2, first)
         log_W[keys < keys.topk(M).values[..., -1:]] = -torch.inf
     R_cer, right = cer(log_W, of_reference.gather(-1, s)), (a < V // S).float()
     R = {

@@ -128,7 +128,7 @@ def test_a_walk_through_the_steps(tmp_path):
         said = f"R of dart {k + 1} {short(g['R'][k])}advantage {short(g['A'][k])}"
         assert seen[step]["words"][2].replace("+", "") == said
     assert f"R is {short(g['R'][0])}." in seen["back"]["step"]
-    assert f"always: {short(likelihood[0, 0], 2)}, dashed" in seen["slip"]["step"]  # VeriFree's
+    assert f"its own P: {short(likelihood[0, 0], 2)}." in seen["slip"]["step"]  # VeriFree's
     assert seen["rare"]["group"]["R"][0] > 3 * g["R"][0]
     changed = [i for i in range(8) if seen["rare"]["group"]["a"][i] != g["a"][i]]
     assert changed == [5, 6] and "darts 6 and 7" in seen["rare"]["step"]
@@ -154,7 +154,9 @@ def test_a_wall_is_dragged(tmp_path):
             .map(node => parseFloat(node.style.getPropertyValue("--share")) / 100) });
         const notice = () => ["changed", "reset", "first"].map(id => $(id).checkVisibility());
         await go("all"); check("no notice yet", notice(), "false,false,true");
-        await go("model"); drag("2 1", .6, .9); note();  // B now mostly ends in 14 eggs
+        await go("model"); drag("1 0", .3, .5);  // along the wall, which does not move
+        check("still no notice", notice(), "false,false,true");
+        drag("2 1", .6, .9); note();  // B now mostly ends in 14 eggs
         drag("0 0", .3, .5); press("0 0", "ArrowRight");
         drag("3 2", .9, 5); press("1 0", "ArrowDown");
         for (const step of order.slice(0, 6)) {
@@ -169,7 +171,7 @@ def test_a_wall_is_dragged(tmp_path):
         await go("all"); note();
         await go("darts");
         check("the darts hit the first model", numbers().prior, EGGS.prior);
-        check("which is said", text("changed").includes("Darts use the first model"));
+        check("which is said", text("changed").includes("darts use the first model"));
         check("in view", $("changed").checkVisibility());
         await go("all"); $("reset").click(); note();
         check("as before", notice(), "false,false,true");"""

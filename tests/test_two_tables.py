@@ -43,6 +43,19 @@ def test_the_batched_step_is_that_of_the_example(example, reward):
     torch.testing.assert_close(losses[0, 0], -(A * log_pi).mean())
 
 
+def test_a_smaller_m_takes_the_solutions_that_gave_the_answer_first():
+    torch.manual_seed(0)
+    theta, phi, s = torch.randn(50, 6), torch.randn(50, 6, 8), torch.randint(6, (50, 4, 8))
+    a = torch.randint(4, s.shape)
+    reference = torch.randint(8, s.shape[:2])
+    P, _ = judge("VeriFree", theta, phi, s, a, reference, M=8)
+    R, _ = judge("CER", theta, phi, s, a, reference, M=1)
+    same = a[..., None] == a[..., None, :]  # the samples with the answer of each sample
+    its_own = ((R[..., None] == P[..., None, :]) & same).any(-1)
+    assert same.sum(-1).max() > 2 and (R != P).any() and its_own.all()
+    torch.testing.assert_close(R, R.gather(-1, same.int().argmax(-1)))  # equal answers, equal R
+
+
 def test_the_figure(script):
     small = "--forms 2 --lr .05 .1 --steps 4 --seeds 2"
     code, printed, _ = script(two_tables_figure, small)
