@@ -127,7 +127,8 @@ def test_a_walk_through_the_steps(tmp_path):
         check_group(g, likelihood)
         said = f"R of dart {k + 1} {short(g['R'][k])}advantage {short(g['A'][k])}"
         assert seen[step]["words"][2].replace("+", "") == said
-    assert f"R is {short(g['R'][0])}." in seen["back"]["step"]
+    said = f"R is {short(g['R'][0])}, its advantage {short(g['A'][0])}."
+    assert said in seen["back"]["step"].replace("\n", " ")
     assert f"its own P: {short(likelihood[0, 0], 2)}." in seen["slip"]["step"]  # VeriFree's
     assert seen["rare"]["group"]["R"][0] > 3 * g["R"][0]
     changed = [i for i in range(8) if seen["rare"]["group"]["a"][i] != g["a"][i]]
@@ -251,6 +252,23 @@ def test_the_matrix(tmp_path):
         more = f" + {len(read) - 4 * M} for P" if M < 8 else ""
         assert seen["cost"] == f"= {M}: 4 answers × {M}{more} = {len(read)} readings"
         assert len(read) == readings
+
+
+def test_next_leads_on_from_every_step(tmp_path):
+    """It first shows what is hidden of a step, a visible piece at a time."""
+    steps = """for (const guessed of [false, true]) {
+          for (const guess of all(".guess")) guess.classList.toggle("done", guessed);
+          for (const [k, place] of places.entries()) {
+            const next = places[k + 1]?.getBoundingClientRect.bind(places[k + 1]);
+            place.scrollIntoView(); follow();
+            for (let presses = 0; next && document.activeElement !== places[k + 1]; presses++) {
+              const { top } = next();
+              place.lastChild.click(); follow();
+              check(`step ${k} moves`, top - next().top > 8 && presses < 9);
+            }
+          }
+        }"""
+    in_browser(tmp_path, steps)
 
 
 def test_tab_reaches_all_in_reading_order(tmp_path):
