@@ -20,8 +20,8 @@ from reward_functions import judge
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
-from runtime.report import group_record, say_grade
-from tasks.data import HUB, TOY, Problem, load_problems, to_problem
+from runtime.report import group_record, sample_table, say_grade
+from tasks.data import NAMES, Problem, load_problems, to_problem
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -53,16 +53,13 @@ def evaluate(
         [group_record(each, index=rank + world * k) for k, each in enumerate(judged)]
     )
     records.sort(key=lambda record: record["index"])
-    samples = pandas.DataFrame(records).explode(["answers", "right", "truncated", "tokens"])
-    verbatim = [
-        answer in record["references"] for record in records for answer in record["answers"]
-    ]
-    by_question = samples.groupby("index").right.mean()
+    samples = sample_table(records, "tokens")
+    by_question = samples.groupby(level=0).right.mean()
     summary = {
         "pass_at_1": float(by_question.mean()),
         "stderr": float(by_question.sem()) if len(problems) > 1 else None,
-        "exact_match": sum(verbatim) / len(verbatim),
-        "answered": float((samples.answers.fillna("") != "").mean()),  # an empty box is no answer
+        "exact_match": float(samples.verbatim.mean()),
+        "answered": float(samples.answered.mean()),
         "truncated": float(samples.truncated.mean()),
         "tokens": float(samples.tokens.mean()),
         "questions": len(problems),
@@ -93,8 +90,7 @@ def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
-    names = f"comma-separated names ({', '.join([*TOY, *HUB])}) or files"
-    add("--dataset", help=names)
+    add("--dataset", help=f"comma-separated names ({NAMES}) or files")
     add("--ask", metavar="QUESTION", help="print some samples of one question, and write nothing")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")

@@ -15,7 +15,6 @@ with it before you let it grade the rest.
 from runtime import cli  # isort: split
 
 import contextlib
-import math
 from pathlib import Path
 
 import pandas
@@ -44,8 +43,9 @@ def by_you(samples, questions, grades):
     print(f"{len(questions)} questions have answers in doubt. Type {cli.KEYS}.")
     at, back = 0, False
     while at < len(questions):
-        question, graded = questions[at], grades.of.get("you", {})
-        asked = [a for key, a in doubts[question].items() if back or (question, key) not in graded]
+        question = questions[at]
+        graded = {} if back else grades.of.get("you", {})  # who comes back sees all answers again
+        asked = [a for key, a in doubts[question].items() if (question, key) not in graded]
         references = samples.references[samples.question == question].iloc[0]
         reply = {}
         if asked:
@@ -73,10 +73,9 @@ def by_model(samples, questions, grades, by, model, prompt):
         doubts = in_doubt(samples, question).items()
         todo += [(problem, answer) for key, answer in doubts if (question, key) not in graded]
     for start in cli.progress("grade", range(0, len(todo), AT_ONCE * world), unit="batch"):
-        batch = todo[start : start + AT_ONCE * world]
-        share = math.ceil(len(batch) / world)
-        decisions = all_gather(decide(batch[rank * share : (rank + 1) * share], model, prompt))
-        for (problem, answer), decision in zip(batch, decisions):
+        mine = todo[start : start + AT_ONCE * world][rank::world]
+        decisions = decide(mine, model, prompt)
+        for (problem, answer), decision in all_gather([*zip(mine, decisions)]):
             undecided += decision is None  # not accepted, as in training
             grades.save(problem.question, answer, decision is True, by)
     if undecided:
@@ -170,9 +169,9 @@ def main():
             say_agreement(samples, name)
     known = samples.dropna(subset=[by])
     truth = dict(zip(zip(known.question, known.key), known[by]))
+    graded = {*known.question}
     for directory in directories:
-        _, lines = read_lines(directory)
-        by_judge = [x for x in lines if "rewards" in x and x["question"] in {*known.question}]
+        by_judge = [x for x in read_lines(directory) if "rewards" in x and x["question"] in graded]
         for line in by_judge:
             keys = [(line["question"], plain_text(answer or "")) for answer in line["answers"]]
             line["right"] = [bool(truth[key]) for key in keys]

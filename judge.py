@@ -30,8 +30,8 @@ from rloo import leave_one_out
 from rollout import sample
 from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
-from runtime.report import RARE, TINY, brief, group_record, say_grade
-from tasks.data import HUB, TOY, load_problems
+from runtime.report import RARE, TINY, brief, group_record, sample_table, say_grade
+from tasks.data import NAMES, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -60,11 +60,8 @@ def sample_and_judge(actor, tokenizer, problems, names, args):
 def say_judgement(rows, graded=False):
     """Print what the lines of samples.jsonl say about their rewards -> the table, a DataFrame with
     a row for each reward. graded: whether grade.py says what is right, and not the verifier."""
-    names, lists = [*rows[0]["rewards"]], ["answers", "right", "truncated"]
-    frame = pandas.DataFrame([row | row["rewards"] for row in rows])
-    samples = frame[[*lists, *names]].explode([*lists, *names]).infer_objects()
-    samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
-    samples["verbatim"] = [a in rows[k]["references"] for k, a in samples.answers.items()]
+    names = [*rows[0]["rewards"]]
+    samples = sample_table([row | row["rewards"] for row in rows], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
@@ -158,10 +155,9 @@ def shown(table):
         columns[name] = table[name].map(number)
         low, high = table[f"{name}, low"].map(number), table[f"{name}, high"].map(number)
         columns[f"95% of {name}"] = low + " to " + high
-    columns["mean right"], columns["wrong"] = (
-        table[f"mean if {which}"].map(number) for which in ("right", "wrong")
-    )
-    columns |= {"0": table["right, nothing"].map(number)}
+    columns["mean right"] = table["mean if right"].map(number)
+    columns["wrong"] = table["mean if wrong"].map(number)
+    columns["0"] = table["right, nothing"].map(number)
     columns |= {name: table[f"groups, {name}"] for name in ("equal", "tiny")}
     return pandas.DataFrame(columns)
 
@@ -176,9 +172,8 @@ def advice(shares, table, questions):
         return "Most rewards are tiny: give several short references, in the model's own wording"
     if questions < FEW:
         return f"Fewer than {FEW} questions are too few for advice"
-    best = table["aim"].idxmax() if table["aim"].notna().any() else None
-    if best and table["aim"][best] > 0:
-        aim_of_best = brief(table["aim"][best])
+    if (table["aim"] > 0).any():  # nan is not
+        best, aim_of_best = table["aim"].idxmax(), brief(table["aim"].max())
         return f"The best aim has {best}, {aim_of_best}: train with it, or a cheaper one near it"
     return "No reward has an aim: all samples of each question are right, or all are wrong"
 
@@ -187,7 +182,7 @@ def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
-    add("--dataset", required=True, help=f"{', '.join([*TOY, *HUB])}, or a file")
+    add("--dataset", required=True, help=f"{NAMES}, or a file")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, default=50, help="judge only the first K questions")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
@@ -211,7 +206,7 @@ def main():
     show_first(tokenizer, problems, args.dataset)
 
     path, turn = out / "samples.jsonl", AT_ONCE * world
-    rows = read_rows(path, log=True) if args.resume and path.exists() else []
+    rows = read_rows(path, log=True) if path.exists() else []
     rows = rows[: len(rows) // turn * turn]  # a kill may have come in the middle of a turn
     write_atomically(path, to_jsonl(rows))
     for start in cli.progress("questions", range(len(rows), len(problems), turn)):

@@ -62,10 +62,9 @@ def draw_group(group, out):
     rows, columns = sorted(range(len(R)), key=rank), sorted(group["columns"], key=rank)
     log_P = pandas.Series(group["log_P"], group["columns"], dtype=float).fillna(-numpy.inf)
     P = numpy.exp(log_P[columns].to_numpy())
-    log_W = pandas.DataFrame(group["log_W"], distinct, group["columns"])
-    log_W = log_W.astype(float).fillna(-numpy.inf)  # null: not among the M
+    log_W = pandas.DataFrame(group["log_W"], distinct, group["columns"], dtype=float)
     W = numpy.exp(log_W.sub(log_W.max(axis=1), axis=0))  # the factor of each row cancels
-    posterior = W.div(W.sum(axis=1), axis=0).where(log_W > -numpy.inf)
+    posterior = W.div(W.sum(axis=1), axis=0)  # nan where log_W is null: not among the M
     # A sample without an answer has no row in W, and gets nan.
     posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
     overlap = numpy.nansum(numpy.minimum(posterior[1:], posterior[:-1]), axis=1)

@@ -26,7 +26,7 @@ from runtime.files import read_config
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RunLog
 from tasks import toy_model
-from tasks.data import HUB, TOY, in_epochs, load_problems
+from tasks.data import NAMES, in_epochs, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -46,8 +46,7 @@ def main():
 
     # The actor samples and scores.
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
-    checks = check_sampling, check_scoring
-    actor, tokenizer = load(model_path, device, *checks, dtype=args.dtype)
+    actor, tokenizer = load(model_path, device, check_sampling, check_scoring, dtype=args.dtype)
     reward, verifier_model = REWARDS[args.reward], None
     if "model" in reward.asks:
         verifier_model = load(args.verifier_model, device)
@@ -66,10 +65,8 @@ def main():
     memory = plan_memory(actor, longest_row, args.microbatch_tokens, args.cpu_offload)
     token_budget, offload, memory_line = memory
     disk_line = check_disk(actor, out, args.keep)
-    policy, optimizer = make_policy(model_path, offload, args.lr, actor.dtype)
-    first_step = 1
-    if args.resume:
-        first_step += load_checkpoint(out, policy, optimizer)
+    policy, optimizer = make_policy(model_path, offload, actor.dtype)
+    first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
     copy_weights(policy, actor)
     check_training(policy, actor)
 
@@ -179,10 +176,10 @@ MAY_CHANGE = (
 def make_parser():
     """The flags, with the paper's values as defaults."""
     parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
-    count, names = cli.number(int, 1), ", ".join([*TOY, *HUB])
+    count = cli.number(int, 1)
     add = parser.add_argument_group("model, data and reward").add_argument
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
-    add("--dataset", help=f"{names}, or a file (default: toy, or math7.5k with --model)")
+    add("--dataset", help=f"{NAMES}, or a file (default: toy, or math7.5k with --model)")
     add("--reward", default="cer", choices=REWARDS, help="reward function")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")

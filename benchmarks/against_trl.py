@@ -67,7 +67,7 @@ def alternate(kind, reward, args, directory):
     batches = (problems[k : k + args.questions] for k in starts)
 
     actor, tokenizer = load(args.model, "cpu")
-    policy, optimizer = make_policy(args.model, False, LR, torch.float32)
+    policy, optimizer = make_policy(args.model, False, torch.float32)
 
     def our_step():
         groups = sample(actor, tokenizer, next(batches), args.samples, args.max_new_tokens)

@@ -68,7 +68,7 @@ def rows(lines):
 
 def sample_lines(directory, name, lines, by):
     """-> a row for each sample. Of a list, such as cer, the numbers are those of the references."""
-    _, groups = read_lines(directory)
+    groups = read_lines(directory)
     samples = read_samples([directory])
     right = samples.verifier
     if by != "verifier":

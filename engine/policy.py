@@ -20,12 +20,12 @@ from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import require
 
 
-def make_policy(name_or_dir, cpu_offload, lr, dtype):
+def make_policy(name_or_dir, cpu_offload, dtype):
     """Load the model to train -> the policy, which computes in this dtype, and AdamW."""
     policy = Policy(load_model(name_or_dir, "cpu", "auto"), cpu_offload, dtype)
     # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
     fused = policy.device.type == "cuda"
-    adam = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0, fused=fused)
+    adam = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=fused)
     return policy, adam
 
 

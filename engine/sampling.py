@@ -58,7 +58,8 @@ def generate(
     while unfinished := [row for row in rows if row.room > 0]:
         finished = len(rows) - len(unfinished)
         bar.set_description_str(f"{name}: {finished}/{len(rows)} samples finished", refresh=False)
-        batch = shortest_that_fit(model, unfinished, piece, budget)
+        # As many as can sample a piece within so many bytes, shortest first.
+        batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
         more = min(piece, max(row.room for row in batch))
         sampled, entropies = extend(model, [row.ids for row in batch], more, bar, settings)
         for row, ids, of_tokens in zip(batch, sampled, entropies):
@@ -66,11 +67,6 @@ def generate(
     bar.close()
     completions = [row.ids[len(prompt) :] for row, prompt in zip(rows, prompts)]
     return completions, [row.entropy / len(ids) for row, ids in zip(rows, completions)]
-
-
-def shortest_that_fit(model, rows, piece, budget):
-    """As many of the rows, shortest first, as can sample a piece within so many bytes."""
-    return next(batches(rows, lambda row: row_bytes(model, len(row.ids), piece), budget))
 
 
 class Row:

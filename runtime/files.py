@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 from pathlib import Path
 
 import numpy
@@ -74,7 +73,7 @@ def write_atomically(path: Path, text: str) -> None:
     if is_rank_0():
         partial = path.with_name(path.name + ".partial")
         partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        partial.replace(path)
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:

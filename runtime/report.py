@@ -48,12 +48,6 @@ def group_metrics(judged, R, A):
     return numbers
 
 
-def means(described):
-    """The mean over the groups of a step. A metric that is missing from a group counts as 0."""
-    names = sorted({name for numbers in described for name in numbers})
-    return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
-
-
 def group_record(judged, **more):
     """One group as a line of samples.jsonl or evaluations.jsonl: what was asked and sampled, and
     what the judges said. more: what the script adds, such as its rewards."""
@@ -77,6 +71,16 @@ def group_record(judged, **more):
     return record | more
 
 
+def sample_table(lines, *more):
+    """Lines of group_record -> a DataFrame with a row for each sample, indexed by the line. more:
+    names of other lists of N."""
+    names = ["answers", "right", "truncated", *more]
+    samples = pandas.DataFrame(lines)[names].explode(names).infer_objects()
+    samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
+    samples["verbatim"] = [a in lines[k]["references"] for k, a in samples.answers.items()]
+    return samples
+
+
 def say_grade(verifiers, directory):
     """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
     if "text" in verifiers:
@@ -92,9 +96,9 @@ def brief(x):
     return f"{x:.3g}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.3g}"
 
 
-def plus_minus(numbers):
-    error = numbers["pass_at_1_stderr"]  # null if there is one question
-    return "" if error is None else f" ± {brief(error)}"
+def with_error(mean, error):
+    """A mean and its standard error, which a single question does not have."""
+    return brief(mean) + ("" if error is None or math.isnan(error) else f" ± {brief(error)}")
 
 
 def warning(numbers):
@@ -112,16 +116,16 @@ def warning(numbers):
         return "in every group all samples received the same reward, so this step had no gradient"
 
 
-def pass_at_1_change(first, last, rows):
+def pass_at_1_change(rows):
     """The first and the last evaluation in words, and the change between them. Both ask the same
     questions, so the change is paired by question, which takes the questions' own spread out of its
     standard error. rows: of evaluations.jsonl."""
     rows = rows.assign(share=rows.right.map(lambda right: sum(right) / len(right)))
     right = rows.pivot(index="index", columns="step", values="share")  # [questions, steps]
-    change = right.iloc[:, -1] - right.iloc[:, 0]
-    error = f" ± {brief(change.sem())} (SE; noise may reach 2 SE)" if len(change) > 1 else ""
-    first, last = (brief(line["pass_at_1"]) + plus_minus(line) for line in (first, last))
-    return f"first {first}, last {last}, change {brief(change.mean())}{error}"
+    first, last = right.iloc[:, 0], right.iloc[:, -1]
+    shown = [with_error(each.mean(), each.sem()) for each in (first, last, last - first)]
+    noise = " (SE; noise may reach 2 SE)" if len(right) > 1 else ""
+    return "first {}, last {}, change {}".format(*shown) + noise
 
 
 # ------------------------------------------------------------------------------------------ the log
@@ -145,10 +149,9 @@ class RunLog:
         kept["evaluations.jsonl"] = [r for r in kept["evaluations.jsonl"] if r["step"] in complete]
         self.lines = kept["metrics.jsonl"] or [{"step": first_step - 1}]
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
-        config = json.dumps(config | {"versions": versions}, indent=2)
-        write_atomically(out / "config.json", config + "\n")
+        config["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+        write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
         for name, rows in kept.items():
             write_atomically(out / name, to_jsonl(rows))
 
@@ -177,7 +180,7 @@ class RunLog:
         append_rows(self.out / "evaluations.jsonl", [{"step": step} | row for row in records])
         write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
         when = f"after step {step}" if step else "before training"
-        say(f"{when}  pass@1 {brief(numbers['pass_at_1'])}{plus_minus(numbers)}")
+        say(f"{when}  pass@1 {with_error(summary['pass_at_1'], summary['stderr'])}")
         a_star = " or ".join(sample["references"])
         right = "right" if sample["right"][0] else f"wrong, a* is {a_star}"
         question, text = (
@@ -203,13 +206,13 @@ class RunLog:
             {"step": step, "question": each.group.problem.question, "best": R_group.max().item()}
             for each, R_group in zip(judged, R)
         ]
-        best = all_gather(best)
-        line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
+        means = {n: sum(each[n] for each in described) / len(described) for n in described[0]}
+        line = {"step": step} | means | numbers | {"seconds": self.seconds}
         sampled = line["completion_tokens"] * R.shape[1] * len(described)
         line["tokens_per_second"] = sampled / sum(self.seconds.values())
         self.lines.append(line)
         append_rows(self.out / "metrics.jsonl", [line])
-        append_rows(self.out / "questions.jsonl", best)
+        append_rows(self.out / "questions.jsonl", all_gather(best))
         kept = [
             group_record(each, step=step, R=R_group.tolist())
             for each, R_group in zip(judged[:GROUPS_A_STEP], R)
@@ -242,11 +245,8 @@ class RunLog:
         if not is_rank_0():
             return
         print(f"{self.args.reward} on {self.args.dataset}")
-        rows = []
-        if tests := [line for line in self.lines if "pass_at_1" in line]:
-            rows = read_rows(self.out / "evaluations.jsonl")
-            change = pass_at_1_change(tests[0], tests[-1], pandas.DataFrame(rows))
-            print(f"  pass@1            {change}")
+        if rows := read_rows(self.out / "evaluations.jsonl"):
+            print(f"  pass@1            {pass_at_1_change(pandas.DataFrame(rows))}")
         steps = pandas.DataFrame([line for line in self.lines if "seconds" in line])
         largest = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
         best = largest.groupby("question", sort=False).best.max()

@@ -44,6 +44,7 @@ HUB = {  # name: data set on the Hugging Face hub
     "mmlu-pro": "TIGER-Lab/MMLU-Pro:test",
     "supergpqa": "m-a-p/SuperGPQA:train",
 }
+NAMES = ", ".join([*TOY, *HUB])
 # OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(.+))?")
 # References that many rows may share. Other frequent ones are likely to be placeholders.
@@ -70,42 +71,37 @@ def load_problems(
     name = str(name_or_path)
     rows, default = load_rows(name)
     require(rows, f"{name} has no rows")
-    used = set()
-    rows = [Row(row, used) for row in rows]
+    used = set()  # the columns that to_problem reads
     problems, left_out = [], collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
         try:
-            problems.append(to_problem(row, verifier or default))
+            problems.append(to_problem(Row(row, used), verifier or default))
         except InputError as reason:
             left_out[str(reason)].append(number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
     columns = f"the columns are {', '.join(rows[0])}"
     require(problems, f"{name}: no row can be used; {'; '.join(counts)}; {columns}")
-    for count in counts:
-        say(f"{name}: left out: {count}")
-    for remark in remarks(rows, problems, verifier, default):
-        say(f"{name}: {remark}")
-    for remark in likely_placeholders(problems) if name not in TOY else []:
-        say(f"{name}: {remark}")
+    lines = [f"left out: {count}" for count in counts]
+    lines += remarks(rows, used, problems, verifier, default)
+    lines += likely_placeholders(problems) if name not in TOY else []
+    for line in lines:
+        say(f"{name}: {line}")
     return problems[:limit]
 
 
-def remarks(rows, problems, verifier, default):
-    """What may surprise about a data set, in lines. Call it after to_problem has read all rows,
-    since that notes which columns are used."""
-    # First, since what follows reads columns, too.
+def remarks(rows, used, problems, verifier, default):
+    """What may surprise about a data set, in lines. used: the columns that to_problem has read."""
     columns = dict.fromkeys(column for row in rows for column in row)
-    if unused := [column for column in columns if column not in rows[0].used]:
+    if unused := [column for column in columns if column not in used]:
         yield f"these columns are not used: {', '.join(unused)}"
 
     if several := sum(len(problem.references) > 1 for problem in problems):
         yield f"{several} of {len(problems)} answers are lists: one of the list is enough"
     wordings = collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
-        if isinstance(row.get("answer"), list):
-            references, reasons = find_references(row)
-            for reason in reasons if references else []:  # without any, the row is left out
-                wordings[reason].append(number)
+        references, reasons = find_references(row)
+        for reason in reasons if references else []:  # without any, the row is left out
+            wordings[reason].append(number)
     for why, at in wordings.items():
         yield f"left out of lists: {why} ({len(at)} in rows {at[:3]})"
 
@@ -146,7 +142,7 @@ def load_rows(name):
     if name in HUB or (hub_id and not is_file):
         rows = hub_rows(*hub_id.groups())
         return [row for row in rows if name != "webinstruct" or beyond_mathematics(row)], "math"
-    require(is_file, f"{name}: neither a file nor one of {', '.join([*TOY, *HUB])}, OWNER/NAME")
+    require(is_file, f"{name}: neither a file nor one of {NAMES}, OWNER/NAME")
     return read_rows(path), "text"
 
 

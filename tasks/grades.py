@@ -11,13 +11,13 @@ from tasks.verifiers import plain_text
 
 
 def read_lines(directory):
-    """The lines of judge.py or of an evaluation -> (whether a run wrote them, lines). Of a run's
-    evaluations these are the first and the last."""
+    """The lines of judge.py or of an evaluation. Of a run's evaluations, whose lines have a step,
+    these are the first and the last."""
     is_run = (directory / "config.json").exists()
     lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
     require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
     ends = lines[0].get("step"), lines[-1].get("step")
-    return is_run, [line for line in lines if line.get("step") in ends]
+    return [line for line in lines if line.get("step") in ends]
 
 
 def read_samples(directories):
@@ -27,9 +27,8 @@ def read_samples(directories):
     False for no answer, and else None."""
     rows = []
     for directory in directories:
-        is_run, lines = read_lines(directory)
-        for line in lines:
-            run = f"{directory} step {line['step']}" if is_run else str(directory)
+        for line in read_lines(directory):
+            run = f"{directory} step {line['step']}" if "step" in line else str(directory)
             of_line = {"run": run, "question": line["question"], "references": line["references"]}
             for answer, right in zip(line["answers"], line["right"]):
                 key = plain_text(answer or "")
@@ -51,10 +50,8 @@ def draw(samples, count, seed):
 def in_doubt(samples, question):
     """The answers to a question that are not clear, shuffled -> {key: answer}."""
     rows = samples[(samples.question == question) & samples.clear.isna()]
-    answers = dict(zip(rows.key, rows.answer))
-    return {
-        key: answers[key] for key in random.Random(question).sample(sorted(answers), len(answers))
-    }
+    answers = sorted(dict(zip(rows.key, rows.answer)).items())
+    return dict(random.Random(question).sample(answers, len(answers)))
 
 
 class Grades:

@@ -83,7 +83,7 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
     assert "CER is right in 46 and $P$ in 16" in page
     frame = own_case.with_rewards(samples, "all")
     shown = re.findall(r"\| ([\d.]+) \([\d., ]+\) \|\n", mathematics)
-    aucs = judge.question_aucs(math500, ["cer", "verifree", "exact"])
+    aucs = judge.question_aucs(math500, ["cer", "verifree", "exact", "overlap"])
     assert [float(x) for x in shown] == pytest.approx(list(aucs.mean(0)), abs=0.0051)
     for row, reward in ("not verbatim", "exact"), ("no word in common", "overlap"):
         some = frame[~frame.right | (frame[reward] == 0)]

@@ -138,7 +138,7 @@ def test_bf16_on_a_cpu(tokenizer, tmp_path, monkeypatch, capsys, has_unit):
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     found = {}
     for dtype in torch.float32, torch.bfloat16:
-        trained, _ = policy.make_policy(directory, False, 1e-3, dtype)
+        trained, _ = policy.make_policy(directory, False, dtype)
         found[dtype] = trained(ids, torch.arange(6)[None] > 0)
         found[dtype].sum().backward()
         kinds = {(p.dtype, p.grad.dtype) for p in trained.parameters()}
@@ -334,7 +334,7 @@ def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, setti
             load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
         return
     actor, _ = load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
-    trained, _ = policy.make_policy(tmp_path, False, 1e-3, torch.float32)
+    trained, _ = policy.make_policy(tmp_path, False, torch.float32)
     policy.check_training(trained, actor)
     context, answer = tokenizer.encode("so it is \\boxed"), "14 eggs"
     score = answer_logprobs(actor, tokenizer, [context], [answer])
@@ -344,7 +344,7 @@ def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, setti
 def test_noise_in_training_mode_is_refused(tokenizer, tmp_path):
     save(tmp_path, tiny_model(len(tokenizer)), tokenizer)
     actor, _ = load.load(tmp_path, "cpu")
-    trained, _ = policy.make_policy(tmp_path, False, 1e-3, torch.float32)
+    trained, _ = policy.make_policy(tmp_path, False, torch.float32)
     trained.model.lm_head.register_forward_hook(lambda module, inputs, logits: 1.01 * logits)
     with pytest.raises(InputError, match="qwen3 is not supported: its log-probabilities in tra"):
         policy.check_training(trained, actor)
