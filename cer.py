@@ -212,10 +212,10 @@ def answer_logprobs(model, tokenizer, contexts: list[list[int]], answers: list[s
     # long answers are split over several passes.
     passes = list(batches(ways, lambda pair: len(pair[1].tokens), ANSWER_TOKENS_AT_ONCE))
     longest = max((sum(len(way.tokens) for _, way in read) for read in passes), default=0)
-    sizes = [len(context) + longest for context in contexts]
 
     scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
-    for columns in batches(range(len(contexts)), sizes.__getitem__, TOKENS_AT_ONCE):
+    every = range(len(contexts))
+    for columns in batches(every, lambda j: len(contexts[j]) + longest, TOKENS_AT_ONCE):
         lengths, last, cache = read_contexts(model, [contexts[j] for j in columns])
         for read in passes:
             hidden = read_answers(model, [way.tokens for _, way in read], lengths, cache)

@@ -151,11 +151,11 @@ def main():
         grades = Grades(directories)
         if ask:
             grades.mend()
-        if ask and args.by == "you":
-            by_you(samples, questions, grades)
-        elif ask:
-            by_model(samples, questions, grades, by, load(args.by, init_ranks()), prompt)
-            dist.destroy_process_group()
+            if args.by == "you":
+                by_you(samples, questions, grades)
+            else:
+                by_model(samples, questions, grades, by, load(args.by, init_ranks()), prompt)
+                dist.destroy_process_group()
     if not cli.is_rank_0():
         return
     grades.of.setdefault(by, {})  # where nothing is in doubt, all is known
