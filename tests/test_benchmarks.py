@@ -93,6 +93,24 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
         assert shown == pytest.approx([len(aucs), *aucs.mean(0)], abs=0.0051)
 
 
+def test_the_numbers_of_training_on_people_s_questions_are_those_of_its_csv(monkeypatch):
+    monkeypatch.chdir(Path(own_case.__file__).parents[1])
+    page = Path("benchmarks/results/squad-train.md").read_text()
+    names = {}
+    exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
+    of_truth = r" (\.\d+) \| (?:(\.\d+) ± (\.\d+))? ?\|"  # pass@1, its change and standard error
+    rows = re.findall(rf"^\| `?(\w+)`? \|{2 * of_truth}$", page, re.M)
+    assert [run for run, *_ in rows] == ["before", "cer", "exact", "verifree", "overlap"]
+    for run, *shown in rows:
+        found = []
+        for truth in "text", "right":
+            of_run, before = (names["by_question"][truth][each] for each in (run, "before"))
+            change = of_run - before
+            found += [of_run.mean(), change.mean(), change.sem()]
+        shown = [float(x or 0) for x in shown]
+        assert shown == pytest.approx(found, abs=0.00056)
+
+
 def test_differences_are_paired_by_seed():
     """.3 and .2 for the two seeds that both have; Student's t for one degree of freedom."""
     ends = [("cer", 0, 0.8), ("cer", 1, 0.9), ("cer", 2, 0.1), ("exact", 1, 0.7), ("exact", 0, 0.5)]
