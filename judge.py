@@ -173,7 +173,8 @@ def advice(shares, table, questions):
     if questions < FEW:
         return f"Fewer than {FEW} questions are too few for advice"
     if (table["aim"] > 0).any():  # nan is not
-        best, aim_of_best = table["aim"].idxmax(), brief(table["aim"].max())
+        best = table["aim"].idxmax()
+        aim_of_best = brief(table["aim"][best])
         return f"The best aim has {best}, {aim_of_best}: train with it, or a cheaper one near it"
     return "No reward has an aim: all samples of each question are right, or all are wrong"
 

@@ -26,7 +26,8 @@ def read_rows(path: str | Path, log: bool = False) -> list[dict]:
             if not isinstance(row, dict):
                 raise ValueError(f"got {row!r:.40}")
             rows.append(row)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:  # Runtime: nested too deep
+    # RuntimeError: nested too deeply
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         problem = f"{path}, row {len(rows) + 1}: expected objects with named columns"
         raise InputError(f"{problem} ({message_of(error)})") from error
     return rows

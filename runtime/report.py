@@ -48,6 +48,12 @@ def group_metrics(judged, R, A):
     return numbers
 
 
+def means(described):
+    """The mean over the groups of a step. A metric that is missing from a group counts as 0."""
+    names = sorted({name for numbers in described for name in numbers})
+    return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
+
+
 def group_record(judged, **more):
     """One group as a line of samples.jsonl or evaluations.jsonl: what was asked and sampled, and
     what the judges said. more: what the script adds, such as its rewards."""
@@ -206,8 +212,7 @@ class RunLog:
             {"step": step, "question": each.group.problem.question, "best": R_group.max().item()}
             for each, R_group in zip(judged, R)
         ]
-        means = {n: sum(each[n] for each in described) / len(described) for n in described[0]}
-        line = {"step": step} | means | numbers | {"seconds": self.seconds}
+        line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
         sampled = line["completion_tokens"] * R.shape[1] * len(described)
         line["tokens_per_second"] = sampled / sum(self.seconds.values())
         self.lines.append(line)

@@ -99,9 +99,10 @@ def remarks(rows, used, problems, verifier, default):
         yield f"{several} of {len(problems)} answers are lists: one of the list is enough"
     wordings = collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
-        references, reasons = find_references(row)
-        for reason in reasons if references else []:  # without any, the row is left out
-            wordings[reason].append(number)
+        if isinstance(row.get("answer"), list):
+            references, reasons = find_references(row)
+            for reason in reasons if references else []:  # without any, the row is left out
+                wordings[reason].append(number)
     for why, at in wordings.items():
         yield f"left out of lists: {why} ({len(at)} in rows {at[:3]})"
 

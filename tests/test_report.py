@@ -51,6 +51,7 @@ def test_a_groups_numbers_by_hand(tokenizer):
     assert report.group_metrics(plain, R, 0 * R)["zero_advantage_groups"] == 1
     several = Judged(group_of(tokenizer, texts, ["seven", "7", "12"]), None, None)
     assert report.group_metrics(several, R, R)["exact_match"] == pytest.approx(0.6)
+    assert report.means([{"a": 1, "b": 2}, {"a": 3}]) == {"a": 2, "b": 1}
     log_P = torch.tensor([-200.0, -150.0])  # of a long reference; R underflows
     scores = Scores(group.answers, ["7"], [], [0, 1], torch.empty(0, 2), log_P[None])
     long = Judged(group, scores, None)
@@ -63,8 +64,8 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
     """Change is by question; a question counts by its largest reward."""
     lines = [{"step": k, "reward": k / 10, "exact_match": k / 8} for k in range(1, 5)]
     steps = [line | {"answered": 0.5, "seconds": {"sample": 60, "update": 30}} for line in lines]
-    before = {"step": 0, "pass_at_1": 0.5, "pass_at_1_stderr": 0.125}
-    steps[3] |= {"pass_at_1": 0.75, "pass_at_1_stderr": 0.25}
+    before = {"step": 0, "pass_at_1": 0.5, "pass_at_1_stderr": 0.289}
+    steps[3] |= {"pass_at_1": 0.833, "pass_at_1_stderr": 0.167}
     right = {0: [0, 0, 1, 0, 1, 1], 2: [1, 1, 1, 1, 0, 0], 4: [1, 0, 1, 1, 1, 1]}
     for step, samples in right.items():
         pairs = [samples[i : i + 2] for i in (0, 2, 4)]

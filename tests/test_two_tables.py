@@ -45,7 +45,8 @@ def test_the_batched_step_is_that_of_the_example(example, reward):
 
 def test_a_smaller_m_takes_the_solutions_that_gave_the_answer_first():
     torch.manual_seed(0)
-    theta, phi, s = torch.randn(50, 6), torch.randn(50, 6, 8), torch.randint(6, (50, 4, 8))
+    theta, phi = torch.randn(50, 6), torch.randn(50, 6, 8)
+    s = torch.randint(6, (50, 4, 8))
     a = torch.randint(4, s.shape)
     reference = torch.randint(8, s.shape[:2])
     P, _ = judge("VeriFree", theta, phi, s, a, reference, M=8)
