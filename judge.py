@@ -219,7 +219,7 @@ def main():
         table = say_judgement(rows)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
         say_grade([problem.verifier for problem in problems], out)
-        draw = cli.command("python", "plot.py", out, "--question", 0)
+        draw = f"python plot.py {out} --question 0"
         print(f"all samples are in {out}; to draw one: {draw}")
     dist.destroy_process_group()
 

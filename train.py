@@ -77,9 +77,6 @@ def main():
     if held_out:
         show_first(tokenizer, held_out, args.eval_dataset)
     order = in_epochs(problems, last_step * args.questions, args.seed)
-    if len(problems) < args.questions:
-        times = args.questions / len(problems)
-        cli.say(f"fewer questions than a step draws: each is drawn {times:.3g} times a step")
     stop = Stop()
 
     # Evaluate before the first step, or what a kill has left unevaluated.
@@ -117,7 +114,7 @@ def main():
         log.lap("update")
 
         # 6. Report, save, evaluate.
-        last, stopping = step == last_step, stop.after(grad_norm)
+        last, stopping = step == last_step, stop.agreed()
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
         log.step(step, judged, R, A, numbers)
         evaluating = held_out and (last or (step % args.eval_every == 0 and not stopping))
@@ -128,10 +125,6 @@ def main():
         if stopping:
             break
 
-    if stop.diverged:
-        flags = cli.command("--model", out / f"checkpoints/step-{step}", "--lr", "LOWER")
-        problem = "the gradient was not finite in the last 3 steps"
-        raise cli.InputError(f"{problem}: start a new run with {flags}")
     dist.destroy_process_group()
     if step < last_step:
         log.stopped(step)

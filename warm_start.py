@@ -56,7 +56,7 @@ def main():
     loss = finetune(model, order, steps, args.batch, args.lr, stop)
     cli.require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
     save(model.eval(), tokenizer, out)
-    judge = cli.command("python", "judge.py", "--model", out, "--dataset", "FILE")
+    judge = f"python judge.py --model {out} --dataset FILE"
     print(f"final loss {loss:.3f}; next: {judge}")
 
 

@@ -104,8 +104,6 @@ def load_checkpoint(out, policy, optimizer):
             require(there == all_, f"it holds {there:,} of the {all_:,} numbers of {name}")
         dcp.load(state, storage_reader=reader)
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
-        if reason(error) == "KeyboardInterrupt":  # dcp makes its own error of Ctrl-C, too
-            raise KeyboardInterrupt from error
         helps = f"restore its files and the run's --model, or remove {directory}"
         raise InputError(f"{directory}/training: {reason(error)}; {helps}") from error
     return step

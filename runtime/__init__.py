@@ -5,14 +5,6 @@ what is imported after it.
 """
 
 import os
-import sys
-from pathlib import Path
-
-try:
-    import fcntl  # noqa: F401
-except ImportError:
-    print(f"{Path(sys.argv[0]).name}: needs Linux or macOS (on Windows: WSL)", file=sys.stderr)
-    sys.exit(2)
 
 # Where gmpy2 is installed (conda-forge's sympy brings it), sympy and mpmath would compute with it.
 # But math-verify's time limit cannot interrupt it: (2^{31})! never ends, and (10^{10})! asks for so

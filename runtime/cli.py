@@ -3,11 +3,8 @@ import torch."""
 
 import argparse
 import contextlib
-import io
 import logging
 import os
-import shlex
-import signal
 import sys
 import textwrap
 import unicodedata
@@ -54,22 +51,15 @@ def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
     be used and a GPU out of memory become one line on stderr and exit code 2. So does Ctrl-C, with
     130, unless main() handles it."""
-    for stream in sys.stdout, sys.stderr:
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may not be UTF-8
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     if not is_rank_0():
         logging.disable(logging.WARNING)
+    code = 2
     try:
-        code = main()
-        sys.stdout.flush()  # here, where a broken pipe is caught
-        sys.exit(code)
-    except BrokenPipeError:  # the reader of our output is gone, as under `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        sys.exit(main())
     except KeyboardInterrupt:
-        end_by_ctrl_c()
+        code, message = 130, "stopped by Ctrl-C"
     except (InputError, OSError) as error:
         message = str(error)
     except RuntimeError as error:
@@ -77,26 +67,7 @@ def run_script(main):
             raise
         message = f"{error}: use fewer tokens at a time (in train.py --microbatch-tokens)"
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def end_by_ctrl_c():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not print a traceback
-    if is_rank_0():
-        print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
-    sys.exit(128 + signal.SIGINT)
-
-
-def excepthook(kind, error, traceback):
-    """What Python calls if nothing has caught an error. Importing torch takes seconds, in which
-    run_script has not been called yet."""
-    if kind is KeyboardInterrupt:
-        end_by_ctrl_c()
-    sys.__excepthook__(kind, error, traceback)
-
-
-if not hasattr(sys, "ps1"):  # an interactive session goes on after Ctrl-C
-    sys.excepthook = excepthook
+    sys.exit(code)
 
 
 # -------------------------------------------------------------------------------------------- flags
@@ -136,21 +107,15 @@ def number(kind, low, high=float("inf")):
 # ------------------------------------------------------------------------------ lines and bars
 
 
-def command(*words):
-    """A command to print, quoted so that a shell takes each word as it is."""
-    return shlex.join(map(str, words))
-
-
 def is_rank_0():
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(text, on_every_rank=False):
-    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints what all
-    ranks say."""
+def say(text):
+    """Print a line on stderr, above the progress bar if there is one. Only rank 0 prints."""
     # Nothing is lost if the log's reader is gone, or if a signal's line interrupts another line.
     with contextlib.suppress(OSError, RuntimeError):
-        if on_every_rank or is_rank_0():
+        if is_rank_0():
             tqdm.write(text, file=sys.stderr)
 
 

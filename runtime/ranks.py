@@ -2,7 +2,6 @@
 
 import atexit
 import datetime
-import math
 import os
 import random
 import signal
@@ -74,28 +73,21 @@ def seed_everything(*key):
 
 
 class Stop:
-    """What ends a run before its last step: SIGTERM, SIGHUP or Ctrl-C, or three gradients in a row
-    that are not finite. The run finishes its step and saves. A second signal ends it at once, but
-    not in the first seconds, since torchrun and SLURM may both pass on the same one."""
+    """What ends a run before its last step: SIGTERM, SIGHUP or Ctrl-C. The run finishes its step
+    and saves. Further signals change nothing, since torchrun and SLURM may both pass on the same
+    one."""
 
     def __init__(self):
         self.received = self.signal = 0  # the signal of this rank, and of any rank after a step
-        self.skipped, self.diverged = 0, False  # skipped updates in a row; whether they are three
         for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.request)
 
     def request(self, number, frame):
-        if not self.received:
-            self.received, self.since = number, time.monotonic()
-            say(f"{signal.Signals(number).name}: stopping after this step; another one stops now")
-        elif time.monotonic() - self.since > 3:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        self.received = number
+        say(f"{signal.Signals(number).name}: stopping after this step (kill -9 stops now)")
 
-    def after(self, grad_norm):
+    def agreed(self):
         """Whether the run stops after this step. All ranks call this together."""
         self.signal = max(all_gather([self.received]))
-        self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
-        self.diverged = self.skipped == 3
-        return bool(self.signal) or self.diverged
+        return bool(self.signal)

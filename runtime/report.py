@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime.cli import command, is_rank_0, say
+from runtime.cli import is_rank_0, say
 from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather
 
@@ -90,7 +90,7 @@ def sample_table(lines, *more):
 def say_grade(verifiers, directory):
     """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
     if "text" in verifiers:
-        grade = command("python", "grade.py", directory)
+        grade = f"python grade.py {directory}"
         print(f"`text` calls paraphrases wrong; to say yourself what is right: {grade}")
 
 
@@ -242,7 +242,7 @@ class RunLog:
 
     def stopped(self, step):
         """Print how to go on with a run that was stopped."""
-        flags = command("--resume", "--out", self.out)
+        flags = f"--resume --out {self.out}"
         say(f"stopped after step {step} of {self.last_step}; go on with {flags}")
 
     def summary(self):
@@ -266,6 +266,6 @@ class RunLog:
         minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
         print("  training minutes  " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
         print(f"  model             {self.out}/checkpoints/step-{self.last_step}")
-        print(f"  curves            {command('python', 'plot.py', self.out)}")
+        print(f"  curves            python plot.py {self.out}")
         print(f"  samples           open {self.out}/samples.jsonl in docs/explore.html")
         say_grade([row.get("verifier") for row in rows], self.out)

@@ -169,7 +169,7 @@ def by_program(name, pairs):
         count = f"{len(long)}, in all {sum(long):.0f} s"
         limit = "what math-verify does not decide in 5 s counts as wrong"
         line = f"answers that took a verifier 5 s or more: {count} ({limit})"
-        say(line, on_every_rank=True)  # each has answers of its own
+        say(line)
     return verdicts
 
 
@@ -181,7 +181,7 @@ def accepts(name, problem, reference, answer):
         if name not in FAILED:
             where = f"the answer {answer!r:.80} to the question {problem.question!r:.80}"
             line = f"the verifier {name!r} fails on {where}: {message_of(error)}"
-            say(line, on_every_rank=True)  # each has questions of its own
+            say(line)
         FAILED.add(name)
         return False
     require(isinstance(right, bool), f"the verifier {name!r} must return a bool, not {right!r:.80}")

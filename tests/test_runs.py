@@ -21,7 +21,7 @@ from engine import policy
 from engine.checkpoints import load_checkpoint, save_checkpoint
 from reward_functions import REWARDS, Judged, Reward
 from runtime.files import checkpoints, read_rows
-from runtime.ranks import Stop, seed_everything
+from runtime.ranks import seed_everything
 
 # -------------------------------------------------------------------------------------------- ranks
 
@@ -125,21 +125,10 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
     return script(train, f"{flags} --reward exact --save-every 9 --out run")
 
 
-def test_a_signal_that_is_passed_on_twice_is_one(monkeypatch):
-    killed, clock = [], iter([0, 1, 9])  # seconds
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    stop = Stop()
-    for number in signal.SIGHUP, signal.SIGTERM, signal.SIGINT:
-        stop.request(number, None)
-    assert stop.received == signal.SIGHUP and killed == [signal.SIGINT]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_and_saves(monkeypatch, script, tmp_path, quick, number):
     def interrupt(step):
-        if step == 2:
+        for _ in range(2 if step == 2 else 0):  # as torchrun and SLURM may pass on the same one
             os.kill(os.getpid(), number)
         return 0.0
 
@@ -150,17 +139,13 @@ def test_a_signal_finishes_the_step_and_saves(monkeypatch, script, tmp_path, qui
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
 
-def test_three_skipped_updates_in_a_row_end_the_run(monkeypatch, script, tmp_path, quick):
-    def broken(step):
-        return 1e38 if step in (1, 2, 4, 5, 6) else 0.0
-
-    monkeypatch.setattr(train, "leave_one_out", lambda R: 10 * R)  # infinite
-    code, _, err = train_with_rewards(monkeypatch, script, f"{quick} --steps 7", broken)
-    assert code == 2 and "the gradient was not finite in the last 3 steps" in err.splitlines()[-1]
+def test_a_gradient_that_is_not_finite_ends_no_run(monkeypatch, script, tmp_path, quick):
+    monkeypatch.setattr(train, "leave_one_out", lambda R: 10 * R)  # infinite in the first step
+    rewards = {1: 1e38, 2: 0.0}.get
+    code, _, err = train_with_rewards(monkeypatch, script, quick, rewards)
+    assert code == 0 and "warning at step 1: the gradient is not finite" in err, err
     lines = read_rows(tmp_path / "run" / "metrics.jsonl")[1:]
-    assert [line["grad_norm"] is None for line in lines] == [True, True, False, True, True, True]
-    assert checkpoints(tmp_path / "run")[-1][0] == 6  # nothing learned is lost,
-    assert script(train, "--out run --resume")[0] == 0  # and the run can go on from there
+    assert [line["grad_norm"] is None for line in lines] == [True, False]
 
 
 def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path, monkeypatch):

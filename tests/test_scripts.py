@@ -316,27 +316,6 @@ def test_the_name_of_a_file_may_hold_commas(script, home):
     ], err
 
 
-QUOTED = [  # script, flags, the command that it prints for the directory "my run"
-    (train, f"{TRAIN} --reward=exact --dataset=~/a.jsonl", "python plot.py 'my run'\n"),
-    (judge, f"{MODEL} --dataset=~/a.jsonl --samples 2", "python plot.py 'my run' --question 0"),
-    (warm_start, "--model=~/model --data=~/a.jsonl", "python judge.py --model 'my run' --dataset"),
-]
-
-
-@pytest.mark.parametrize("module, flags, command", QUOTED)
-def test_commands_are_printed_as_a_shell_takes_them(script, home, module, flags, command):
-    code, out, err = script(module, flags.replace("=~", f"={home}"), "--out", "my run")
-    assert code == 0 and command in out, err
-
-
-def test_fewer_questions_than_a_step_draws(script, home):
-    flags = f"{TRAIN} --reward=exact --dataset=~/a.jsonl".replace("=~", f"={home}")
-    for questions, says in (3, "each is drawn 1.5 times a step"), (2, None):
-        code, _, err = script(train, f"{flags} --questions {questions} --out {questions}")
-        assert code == 0 and ("fewer questions" in err) == (says is not None), err
-        assert says is None or f"\nfewer questions than a step draws: {says}\n" in err
-
-
 # ---------------------------------------------------------------------------------------- bad input
 
 GOOD = '{"question": "Q?", "answer": "1"}\n'
