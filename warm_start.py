@@ -81,7 +81,6 @@ def read_demonstrations(path):
             solution = row.get("solution")
             boxed = isinstance(solution, str) and split_answer(solution)
             cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")
-            solution.encode()  # a lone surrogate is valid in JSON, but not in UTF-8
             problem = to_problem(row | {"answer": boxed[1]}, "text")
             demonstrations.append(dataclasses.replace(problem, reference=solution))
     cli.require(demonstrations, f"{path} is empty")

@@ -4,7 +4,6 @@ import fcntl
 import json
 from pathlib import Path
 
-import numpy
 import pyarrow.parquet
 
 from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
@@ -25,6 +24,8 @@ def read_rows(path: str | Path, log: bool = False) -> list[dict]:
         for row in parse_rows(path, ending, log):
             if not isinstance(row, dict):
                 raise ValueError(f"got {row!r:.40}")
+            # JSON may hold a lone surrogate, which is not UTF-8. No tokenizer takes it.
+            json.dumps(row, ensure_ascii=False, default=str).encode()
             rows.append(row)
     # RuntimeError: nested too deeply
     except (ValueError, TypeError, OSError, RuntimeError) as error:
@@ -35,37 +36,14 @@ def read_rows(path: str | Path, log: bool = False) -> list[dict]:
 
 def parse_rows(path, ending, log):
     if ending == ".parquet":
-        yield from table_rows(pyarrow.parquet.read_table(path))
-    elif ending == ".json":
-        content = path.read_bytes()
-        if content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-            raise ValueError("in a list; a file of JSON lines must end in .jsonl")
-        yield from json.loads(content)
-    else:
-        lines = path.read_bytes().split(b"\n")
-        if log:
-            lines.pop()  # empty, or half a line that a kill has left
-        yield from (json.loads(line) for line in lines if line.strip())
-
-
-def table_rows(table):
-    """The rows of a pyarrow table as dicts. Floats of 16 and 32 bits, also in lists, are read as
-    they are printed, because .1 would become 0.10000000149011612."""
-    rows = table.to_pylist()
-    for field in table.schema:
-        narrow = NARROW.get(getattr(field.type, "value_type", field.type))
-        for row in rows if narrow else []:
-            row[field.name] = as_printed(row[field.name], narrow)
-    return rows
-
-
-NARROW = {pyarrow.float16(): numpy.float16, pyarrow.float32(): numpy.float32}
-
-
-def as_printed(value, narrow):
-    if isinstance(value, list):
-        return [as_printed(each, narrow) for each in value]
-    return None if value is None else float(str(narrow(value)))
+        return pyarrow.parquet.read_table(path).to_pylist()
+    text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
+    if text.lstrip().startswith("["):  # the file is one list
+        return json.loads(text)
+    lines = text.split("\n")
+    if log:
+        lines.pop()  # empty, or half a line that a kill has left
+    return (json.loads(line) for line in lines if line.strip())
 
 
 def write_atomically(path: Path, text: str) -> None:

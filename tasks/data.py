@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.tokens import split_answer
 from runtime.cli import InputError, as_input_error, require, say
-from runtime.files import FORMATS, read_rows, table_rows
+from runtime.files import FORMATS, read_rows
 from tasks import toy
 from tasks.verifiers import VERIFIERS
 
@@ -47,10 +47,9 @@ HUB = {  # name: data set on the Hugging Face hub
 NAMES = ", ".join([*TOY, *HUB])
 # OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(.+))?")
-# References that many rows may share. Other frequent ones are likely to be placeholders.
-FREQUENT = re.compile(
-    r"[a-z]|yes|no|true|false|(?=.*\d)(\\[dt]?frac|\\?[-+$%{}\d.,/ ])+", re.IGNORECASE
-)
+CONTEXTS = "context", "passage", "article"  # the text that a question is about
+COLUMNS = {"question", "problem", "answer", "solution", "options", "choices", "answer_letter"}
+COLUMNS |= {"verifier", *CONTEXTS}
 
 
 def load_problems(
@@ -66,64 +65,33 @@ def load_problems(
     else the one given, or "math" from the hub and "text" from a file.
 
     Rows without a usable question, reference and verifier are left out and counted. Raises
-    InputError if no row is left. What else may surprise about the rows is said in lines.
+    InputError if no row is left. What may surprise about the rows is said in lines.
     """
     name = str(name_or_path)
     rows, default = load_rows(name)
     require(rows, f"{name} has no rows")
-    used = set()  # the columns that to_problem reads
     problems, left_out = [], collections.defaultdict(list)  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
         try:
-            problems.append(to_problem(Row(row, used), verifier or default))
+            problems.append(to_problem(row, verifier or default))
         except InputError as reason:
             left_out[str(reason)].append(number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
-    columns = f"the columns are {', '.join(rows[0])}"
-    require(problems, f"{name}: no row can be used; {'; '.join(counts)}; {columns}")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    unusable = f"no row can be used; {'; '.join(counts)}; the columns are {', '.join(columns)}"
+    require(problems, f"{name}: {unusable}")
     lines = [f"left out: {count}" for count in counts]
-    lines += remarks(rows, used, problems, verifier, default)
-    lines += likely_placeholders(problems) if name not in TOY else []
+    if unknown := [column for column in columns if column not in COLUMNS]:
+        lines.append(f"these columns are not used: {', '.join(unknown)}")
+    if several := sum(len(problem.references) > 1 for problem in problems):
+        of = f"{several} of {len(problems)}"
+        lines.append(f"{of} answers are lists: one of the list is enough")
+    if not verifier and not all(row.get("verifier") or find_options(row) for row in rows):
+        others = "--verifier math reads formulas, text compares words"
+        lines.append(f"answers are verified as {default}; {others}")
     for line in lines:
         say(f"{name}: {line}")
     return problems[:limit]
-
-
-def remarks(rows, used, problems, verifier, default):
-    """What may surprise about a data set, in lines. used: the columns that to_problem has read."""
-    columns = dict.fromkeys(column for row in rows for column in row)
-    if unused := [column for column in columns if column not in used]:
-        yield f"these columns are not used: {', '.join(unused)}"
-
-    if several := sum(len(problem.references) > 1 for problem in problems):
-        yield f"{several} of {len(problems)} answers are lists: one of the list is enough"
-    wordings = collections.defaultdict(list)  # {reason: row numbers}
-    for number, row in enumerate(rows, start=1):
-        if isinstance(row.get("answer"), list):
-            references, reasons = find_references(row)
-            for reason in reasons if references else []:  # without any, the row is left out
-                wordings[reason].append(number)
-    for why, at in wordings.items():
-        yield f"left out of lists: {why} ({len(at)} in rows {at[:3]})"
-
-    names_none = any(not (row.get("verifier") or find_options(row)) for row in rows)
-    if verifier and not names_none:
-        yield f"no row takes --verifier {verifier}: all name their own, or have options"
-    if not verifier and names_none:
-        how = "text; --verifier math reads formulas"
-        if default == "math":
-            how = "mathematics; --verifier text compares words"
-        yield f"answers are verified as {how}"
-
-
-def likely_placeholders(problems):
-    """The (at most three) references that 2% of 100 problems or more have in common, in lines."""
-    counts = collections.Counter(each for problem in problems for each in problem.references)
-    odd = [each for each in counts.most_common() if not FREQUENT.fullmatch(each[0])]
-    for reference, count in odd[:3]:
-        share = count / len(problems)
-        if len(problems) >= 100 and share >= 0.02:
-            yield f"{reference!r:.80} is the reference of {share:.0%} of the rows: a placeholder?"
 
 
 def in_epochs(rows, count, seed):
@@ -151,22 +119,7 @@ def hub_rows(path, config, split):
     import datasets
 
     with as_input_error(f"cannot load {path} from the Hugging Face hub"):
-        data_set = datasets.load_dataset(path, config, split=split or "train")
-    rows = table_rows(data_set.with_format("arrow")[:])
-    for column, feature in data_set.features.items():
-        labels = getattr(feature, "feature", feature)  # of a list, those of its items
-        # Names that only repeat the numbers say nothing.
-        if isinstance(labels, datasets.ClassLabel) and "0" not in labels.names:
-            for row in rows:
-                row[column] = class_names(row[column], labels.names)
-    return rows
-
-
-def class_names(value, names):
-    """The names of classes, which the hub stores as numbers. None and -1 stand for no class."""
-    if isinstance(value, list):
-        return [class_names(each, names) for each in value]
-    return None if value in (None, -1) else names[value]
+        return datasets.load_dataset(path, config, split=split or "train").to_list()
 
 
 def beyond_mathematics(row):
@@ -175,58 +128,38 @@ def beyond_mathematics(row):
     return row["category"] != "Mathematics" and row["difficulty"] == "University"
 
 
-class Row(dict):
-    """A row that notes which columns are used, so that `remarks` can name the others."""
-
-    def __init__(self, columns, used):
-        super().__init__(columns)
-        self.used = used  # by any row of the data set
-
-    def get(self, column):
-        self.used.add(column)
-        return super().get(column)
-
-
 def to_problem(row: dict, verifier: str) -> Problem:
     """One row -> Problem, with this verifier if the row names none. InputError says why the row
     cannot be used, in the same words for all rows of which that is true."""
     question, options = row.get("question") or row.get("problem"), find_options(row)
     require(isinstance(question, str) and question.strip(), "no question (`question`, `problem`)")
-    for name in "context", "passage", "article":
+    for name in CONTEXTS:
         context = row.get(name) or ""
         require(isinstance(context, str), f"the column `{name}` is no text")
         question = f"{context}\n\n{question}" if context.strip() else question
     if options:
         lines = [f"{letter}: {text}" for letter, text in by_letter(options).items()]
         question, verifier = "\n".join([question, *lines]), "letter"
-    check_encoding(question)
-    references, reasons = find_references(row)
-    if not references:
-        raise InputError(reasons[0])
+    reference, *others = find_references(row, options)
     verifier = row.get("verifier") or verifier
     require(verifier in VERIFIERS, f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
-    return Problem(question, references[0], verifier, tuple(references[1:]))
+    return Problem(question, reference, verifier, tuple(others))
 
 
 def find_options(row):
     return row.get("options") or row.get("choices")
 
 
-def find_references(row):
-    """-> the distinct references of a row, and why others of a list cannot be used. A list holds
-    several people's answers, or several wordings."""
-    options = find_options(row)
+def find_references(row, options):
+    """The distinct references of a row, at least one. A list holds several people's answers, or
+    several wordings; blank ones are left out."""
     answer = (options and row.get("answer_letter")) or row.get("answer")
     if answer in (None, "", []):
         box = split_answer(as_text(row.get("solution")) or "")
         answer = box[1] if box else ""
-    references, reasons = [], []
-    for each in answer if isinstance(answer, list) else [answer]:
-        try:
-            references.append(find_reference(each, options))
-        except InputError as reason:
-            reasons.append(str(reason))
-    return list(dict.fromkeys(references)), reasons
+    several = answer if isinstance(answer, list) else [answer]
+    given = [each for each in several if each not in (None, "")] or [""]
+    return list(dict.fromkeys(find_reference(each, options) for each in given))
 
 
 def find_reference(answer, options):
@@ -242,7 +175,6 @@ def find_reference(answer, options):
     require(text, "no reference (`answer` as text or number, or `solution` with a box)")
     if options:
         return letter_of(text if isinstance(answer, str) else answer, options)
-    check_encoding(text)
     whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
     require(whole, "the reference holds another box, or unmatched braces")
     return text
@@ -269,11 +201,6 @@ def by_letter(options):
     texts = dict(zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", map(as_text, options)))
     require(None not in texts.values(), "an option is neither text nor a finite number")
     return texts
-
-
-def check_encoding(text):
-    """Lone surrogates are valid in JSON, but not in UTF-8, and no tokenizer takes them."""
-    require(not re.search("[\ud800-\udfff]", text), "a lone surrogate in the text")
 
 
 def as_text(value):

@@ -1,10 +1,8 @@
 """The prompt of a problem: the paper's wording, through the model's chat template."""
 
-import dataclasses
 import math
 import re
 
-from engine.tokens import vocabulary
 from runtime.cli import as_input_error, progress, require, say
 
 # The wording of the paper's authors, from their code (the paper does not give it).
@@ -22,19 +20,13 @@ def chat_messages(problem):
 
 def encode_prompt(tokenizer, problem):
     """The prompt as token ids, through the chat template, or as plain text if the tokenizer has
-    none. InputError if the template fails, or if the question is not in the prompt."""
+    none. InputError if the template fails."""
     messages = chat_messages(problem)
     if not tokenizer.chat_template:
         return encode_plain(tokenizer, "".join(m["content"] + "\n\n" for m in messages))
     options = {"add_generation_prompt": True, "return_dict": False}
     with as_input_error("the chat template fails"):  # it is a program
-        prompt = tokenizer.apply_chat_template(messages, **options)
-    # Compared without white space, and after what the tokenizer normalises.
-    vocab = vocabulary(tokenizer)
-    texts = vocab.join(vocab.encode(problem.question)), vocab.join(prompt)
-    question, whole = ("".join(text.decode("utf-8", "replace").split()) for text in texts)
-    require(question in whole, f"the chat template drops the question {problem.question[:80]!r}")
-    return prompt
+        return tokenizer.apply_chat_template(messages, **options)
 
 
 def encode_plain(tokenizer, text, **options):
@@ -59,16 +51,15 @@ def usable_prompts(tokenizer, problems, name, most=math.inf):
     tokens -> (problems, tokens of the longest prompt). name: of the data set, for the messages.
     InputError if no question is left."""
     control = control_tokens(tokenizer)
-    kept, longest, controlled, too_long, wordings = [], 0, 0, 0, 0
+    kept, longest, controlled, too_long = [], 0, 0, 0
     for problem in progress("prompts", problems, unit="prompt"):
-        clean = [r for r in problem.references if not any(token in r for token in control)]
-        if not clean or any(token in problem.question for token in control):
+        texts = "\n".join([problem.question, *problem.references])
+        if any(token in texts for token in control):
             controlled += 1
         elif (size := len(encode_prompt(tokenizer, problem))) > most:
             too_long += 1
         else:
-            wordings += len(problem.references) - len(clean)
-            kept.append(dataclasses.replace(problem, reference=clean[0], others=tuple(clean[1:])))
+            kept.append(problem)
             longest = max(longest, size)
     counts = f"{controlled} of {len(problems)} questions or answers have a control token"
     if most < math.inf:
@@ -76,8 +67,6 @@ def usable_prompts(tokenizer, problems, name, most=math.inf):
     require(kept, f"{name}: no question is left; {counts}")
     if len(kept) < len(problems):
         say(f"{name}: left out: {counts}")
-    if wordings:
-        say(f"{name}: left out of lists: {wordings} references with a control token")
     return kept, longest
 
 

@@ -1,12 +1,10 @@
-import decimal
 import json
 import re
 from unittest import mock
 
-import numpy
 import pyarrow.parquet
 import pytest
-from datasets import ClassLabel, Dataset, Features, List, Value
+from datasets import Dataset
 
 from engine.tokens import split_answer
 from runtime.cli import InputError
@@ -87,21 +85,6 @@ def test_numbers_are_written_out(load_rows):
     assert references(load_rows, NUMBERS.values()) == [*NUMBERS]
 
 
-@pytest.mark.parametrize("width", [numpy.float16, numpy.float32])
-def test_numbers_of_parquet_are_as_printed(tmp_path, width):
-    """A float of 16 bits would be 0.0999755859375, one of 32 bits 0.10000000149011612."""
-    exact = pyarrow.array([decimal.Decimal("1.50"), decimal.Decimal("2.00"), None])
-    printed = pyarrow.array(numpy.array([0.1, 1e-5, 7], width))
-    options = pyarrow.array([numpy.array([0.5, 0.1], width)] * 3)
-    for answer, expected in (exact, ["1.50", "2.00"]), (printed, ["0.1", "0.00001", "7"]):
-        table = pyarrow.table({"question": ["q"] * 3, "answer": answer})
-        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-        assert [p.reference for p in load_problems(tmp_path / "rows.parquet")] == expected
-    table = pyarrow.table({"question": ["q"] * 3, "answer": ["B"] * 3, "options": options})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    assert load_problems(tmp_path / "rows.parquet")[2].question == "q\nA: 0.5\nB: 0.1"
-
-
 GSM8K = {  # the working before the mark is left out
     "work\n#### 12": "12",
     "#### 12": "12",
@@ -137,26 +120,6 @@ def test_choices_are_options(load_rows, capsys):
     assert "index from 0 of one option (7 of 14: rows [8, 9, 10])" in capsys.readouterr().err
 
 
-def test_class_labels_of_the_hub_are_their_names(monkeypatch, capsys):
-    text, yes_or_no = Value("string"), ClassLabel(names=["no", "yes"])
-    letters, digits = ClassLabel(names=["A", "B", "C"]), ClassLabel(num_classes=3)
-    cases = [  # the feature of the column, its values -> references
-        (yes_or_no, [1, 0, None, -1], ["yes", "no"]),
-        (List(yes_or_no), [[1, 0]], ["yes"]),
-    ]
-    options = [(letters, [1, 2], ["B", "C"]), (digits, [1, 2], ["B", "C"])]
-    for feature, answers, expected in cases + options:
-        columns = {"question": ["q"] * len(answers), "answer": answers}
-        features = {"question": text, "answer": feature}
-        if feature in (letters, digits):
-            columns["choices"] = [["helium", "iron", "neon"]] * len(answers)
-            features["choices"] = List(text)
-        table = Dataset.from_dict(columns, features=Features(features))
-        monkeypatch.setattr("datasets.load_dataset", lambda *_, table=table, split: table)
-        assert [problem.reference for problem in load_problems("a/b")] == expected
-    assert "2 of 4: rows [3, 4]" in capsys.readouterr().err
-
-
 def test_a_context_comes_before_the_question(load_rows, capsys):
     row = {"question": "Who?", "answer": "Ana"}
     rows = [row | {name: "Ana came."} for name in ("context", "passage", "article")]
@@ -168,62 +131,45 @@ def test_a_context_comes_before_the_question(load_rows, capsys):
 
 
 def test_columns_that_are_not_used_are_named_once(load_rows, capsys):
-    row = {"question": "q", "answer": "1", "solution": "s", "input": "x", "verifier": "text"}
-    load_rows([row] * 3 + [row | {"level": 1, "problem": "p"}])
-    said = "rows.jsonl: these columns are not used: solution, input, level, problem\n"
+    row = {"question": "q", "answer": "1", "input": "x", "verifier": "text"}
+    load_rows([row] * 3 + [row | {"level": 1, "solution": "s"}])
+    said = "rows.jsonl: these columns are not used: input, level\n"
     assert capsys.readouterr().err.endswith(said)
-    load_rows([row, {"question": "q", "solution": r"\boxed{1}", "verifier": "text"}])
-    assert "not used: input\n" in capsys.readouterr().err
-
-
-def test_likely_placeholders_are_named(load_rows, capsys):
-    row = {"question": "q", "verifier": "text"}
-    frequent = ["notfound"] * 2 + ["Yes", "B", "true", "1,000", r"$\frac{1}{2}$", "3.5%", "-7"] * 3
-    others = [f"answer {i}" for i in range(100 - len(frequent))]
-    load_rows([row | {"answer": answer} for answer in frequent + others])
-    said = "rows.jsonl: 'notfound' is the reference of 2% of the rows: a placeholder?\n"
-    assert capsys.readouterr().err.endswith(f"{said}")
-    load_rows([row | {"answer": answer} for answer in [*frequent[1:], *others, "x"]])
-    load_rows([row | {"answer": "N/A"}] * 99)
-    assert capsys.readouterr().err == ""
 
 
 def test_rows_without_a_reference_are_left_out_and_counted(load_rows, capsys):
     good = {"question": "q", "answer": "14"}
     bad = [good | {"answer": a} for a in ("cold}", "", " ", [[1]], True, float("nan"), None, 1e999)]
     bad += [good | {"answer": r"\boxed{3} or \boxed{5}"}]
-    bad += [good | {"question": q} for q in ("", 3, None, "\ud800")]
+    bad += [good | {"question": q} for q in ("", 3, None)]
     bad += [{"question": "q", "solution": s} for s in (r"\boxed{}", r"\boxed 2")]
-    options = ["x"], "xy", {"A": "x"}, ["x"] * 27, ["x", "\ud800"], ["x", None], ["x", 1e999]
+    options = ["x"], "xy", {"A": "x"}, ["x"] * 27, ["x", None], ["x", 1e999]
     bad += [good | {"options": o, "answer": "B"} for o in options]
     bad += [good | {"options": ["x", "y"], "answer": "AB"}, good | {"verifier": "maths"}]
     # The limit counts usable rows.
     assert load_rows([*bad, good, good, good], limit=2) == [Problem("q", "14", "text")] * 2
     said = capsys.readouterr().err
-    rows = {"braces": "1, 9", "box": "2, 3, 4", "text": "13, 20"}
-    rows |= {"problem": "10, 11, 12", "option": "16, 23", "options": "17, 18, 19"}
-    said = re.findall(r"(\w+)\W* \((\d+) of 27: rows \[(.*)\]", said)
-    assert {what: first for what, _, first in said} == rows | {"number": "21, 22", "truth": "24"}
+    rows = {"braces": "1, 9", "box": "2, 3, 4", "problem": "10, 11, 12"}
+    rows |= {"option": "15, 21", "options": "16, 17, 18", "number": "19, 20", "truth": "22"}
+    said = re.findall(r"(\w+)\W* \((\d+) of 25: rows \[(.*)\]", said)
+    assert {what: first for what, _, first in said} == rows
     assert sum(int(count) for _, count, _ in said) == len(bad)
 
 
 def test_an_answer_may_be_a_list(load_rows, capsys):
-    """Each wording that can be used is right. One that cannot is left out, and not its row."""
-    lists = [["14", r"\boxed{ 14 } ", 14.0, "fourteen"], ["14"], [], ["14", ""], [True, "14", None]]
-    rows = [{"question": "q", "answer": answers} for answers in (*lists, ["", "}"])]
+    """Each wording is right. Blank ones are left out, and the row of one that cannot be used."""
+    lists = [["14", r"\boxed{ 14 } ", 14.0, "fourteen"], ["14"], ["14", "", None], [], [True, "14"]]
+    rows = [{"question": "q", "answer": answers} for answers in (*lists, ["14", "}"])]
     rows += [{"question": "q", "options": ["x", "y", "z"], "answer": ["B", "C"]}]
     rows += [{"question": "q", "options": ["x"], "answer": ["A", "B"]}]
-    several, one, *cleaned, letters, letter = load_rows(rows)
+    several, one, cleaned, letters = load_rows(rows)
     assert (several.reference, several.references) == ("14", ("14", "fourteen"))
-    assert cleaned == [one, one] == [Problem("q", "14", "text")] * 2
-    assert letters.references == ("B", "C") and letter.references == ("A",)
+    assert cleaned == one == Problem("q", "14", "text") and letters.references == ("B", "C")
     problems = [letters, Problem("q", "B", others=("14",))]
     assert longest_reference(toy_model.build_tokenizer(), problems) == 4  # { 1 4 }
     said = capsys.readouterr().err
     assert "rows.jsonl: left out: no reference (`answer` as text or number, or" in said
-    assert "(2 of 8: rows [3, 6])" in said and "2 of 6 answers are lists" in said
-    wordings = re.findall(r"left out of lists: .*?(\w+)\)? \((\d) in rows \[(.*)\]\)", said)
-    assert wordings == [("box", "3", "4, 5, 5"), ("option", "1", "8")]
+    assert "(2 of 8: rows [4, 5])" in said and "2 of 4 answers are lists" in said
 
 
 def test_the_verifier_of_a_row_comes_first(load_rows, capsys, monkeypatch):
@@ -233,12 +179,11 @@ def test_the_verifier_of_a_row_comes_first(load_rows, capsys, monkeypatch):
     assert "verified as text; --verifier math reads formulas" in capsys.readouterr().err
     assert [p.verifier for p in load_rows(rows, verifier="letter")] == ["letter", "math"]
     assert capsys.readouterr().err == ""
-    assert [p.verifier for p in load_rows([row | options, rows[1]], verifier="text")][1] == "math"
-    assert ": no row takes --verifier text: all name their own" in capsys.readouterr().err
+    assert [p.verifier for p in load_rows([row | options], verifier="text")] == ["letter"]
     monkeypatch.setattr("datasets.load_dataset", lambda *_, split: Dataset.from_list([row]))
     assert load_problems("a/b")[0].verifier == "math"
-    assert "verified as mathematics; --verifier text compares" in capsys.readouterr().err
-    load_problems("toy"), load_problems("toy-test")  # where 4% of 200 are 'it is 10'
+    assert "verified as math; --verifier" in capsys.readouterr().err
+    load_problems("toy"), load_problems("toy-test")
     assert capsys.readouterr().err == ""
 
 
@@ -246,20 +191,11 @@ def test_json_and_parquet_hold_the_same(tmp_path, load_rows):
     rows = [{"question": "q", "answer": "014"}, {"question": "r", "answer": "2"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "MARKED.JSON").write_text("\ufeff" + json.dumps(rows))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert load_rows(rows)[0].reference == "014"  # readers that guess types make it 14
-    for name in "rows.json", "MARKED.JSON", "rows.parquet":
+    for name in "rows.json", "MARKED.JSON", "lines.json", "rows.parquet":
         assert load_problems(tmp_path / name) == load_rows(rows)
-
-
-def test_json_lines_in_a_json_file(tmp_path):
-    row = json.dumps({"question": "q", "answer": "14"})
-    for content in f"{row}\n{row}\n", row:
-        (tmp_path / "rows.json").write_text(content)
-        with pytest.raises(
-            InputError, match=r"rows.json, row 1: .* a file of JSON lines must end in .jsonl\)$"
-        ):
-            load_problems(tmp_path / "rows.json")
 
 
 def test_webinstruct_is_cut_as_in_the_paper(monkeypatch):
@@ -270,17 +206,15 @@ def test_webinstruct_is_cut_as_in_the_paper(monkeypatch):
 
 
 def test_any_data_set_of_the_hub(tmp_path, monkeypatch):
-    """And floats of 32 bits, where .1 is 0.10000000149011612."""
-    table = pyarrow.table({"question": ["q"], "answer": pyarrow.array([0.1], "float")})
-    options = pyarrow.array([[0.5, 0.1]], pyarrow.list_(pyarrow.float32()))
-    choice = pyarrow.table({"question": ["q"], "answer": ["B"], "options": options})
-    monkeypatch.setattr("datasets.load_dataset", hub := mock.Mock(return_value=Dataset(table)))
+    row = {"question": "q", "answer": 0.1}
+    hub = mock.Mock(return_value=Dataset.from_list([row]))
+    monkeypatch.setattr("datasets.load_dataset", hub)
     for name, *asked in ("a/b", "a/b", None, "train"), ("a/b/c:d", "a/b", "c", "d"):
         assert load_problems(name) == [Problem("q", "0.1")]
         hub.assert_called_with(*asked[:2], split=asked[2])
-    pyarrow.parquet.write_table(choice, tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"answer": "2"}))
     monkeypatch.chdir(tmp_path.parent)  # local files come first
-    assert load_problems(f"{tmp_path.name}/rows.parquet")[0].question == "q\nA: 0.5\nB: 0.1"
+    assert load_problems(f"{tmp_path.name}/rows.jsonl")[0].reference == "2"
     hub.side_effect = ValueError("Config name is missing.\nPick one of ['main']\nExample")
     for name, says in ("a/b", r"\['main'\]\)"), ("a/b.json", "no such file"):
         with pytest.raises(InputError, match=says):
@@ -288,19 +222,14 @@ def test_any_data_set_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_verifier_of_ones_own(monkeypatch, capsys):
-    """What fails is wrong, and said once by each rank; another reference may do. What it returns
-    must be a bool. One that is listed in BATCHED sees the question."""
+    """What fails is wrong, and said once; another reference may do. What it returns must be a bool.
+    One that is listed in BATCHED sees the question."""
     problem = Problem("Why?", "x", "mine", ("14",))
     monkeypatch.setitem(PROGRAMS, "mine", lambda answer, reference: int(answer) == int(reference))
     assert verify([(problem, answer) for answer in ("14", "15", "b")]) == [True, False, False]
     where = "the answer '14' to the question 'Why?'"
     said = f"the verifier 'mine' fails on {where}: invalid literal for int() with base 10: 'x'\n"
-    assert capsys.readouterr().err == said
-    monkeypatch.setattr("tasks.verifiers.FAILED", set())
-    monkeypatch.setenv("RANK", "1")  # each rank prints its first one
-    assert verify([(problem, "c"), (problem, "d")]) == [False, False]
-    assert capsys.readouterr().err == said.replace("'14'", "'c'").replace("10: 'x'", "10: 'c'")
-    monkeypatch.delenv("RANK")
+    assert capsys.readouterr().err.endswith(said)
     monkeypatch.setitem(PROGRAMS, "mine", lambda answer, reference: (False, "because"))
     with pytest.raises(InputError, match=r"'mine' must return a bool, not \(False, 'bec"):
         verify([(problem, "c")])

@@ -1,5 +1,6 @@
 """The language model underneath: tokens as bytes, sampling, the policy."""
 
+import copy
 import json
 import os
 import re
@@ -286,23 +287,11 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
         assert prompt == f"You are a helpful assistant.\n\n{content}\n\n"
 
 
-TEMPLATES = {  # a question of two lines keeps its text, whatever becomes of the white space
-    "{{ messages[-1].content | replace('\n', ' ') }}": None,
-    "{{ messages[0].content }}": "drops the question 'How many",
-    "{{ raise_exception('no system message') }}": r"template fails \(no system message\)",
-    "{{ 1 + 'one' }}": r"template fails \(unsupported operand",
-}
-
-
-@pytest.mark.parametrize("template, says", TEMPLATES.items())
-def test_a_chat_template_that_loses_the_question_is_refused(template, says):
-    tokenizer, problem = toy_model.build_tokenizer(), data.Problem("How many\n eggs?", "14")
-    tokenizer.chat_template = template
-    if says:
-        with pytest.raises(InputError, match=says):
-            encode_prompt(tokenizer, problem)
-    else:
-        assert "How many  eggs?" in tokenizer.decode(encode_prompt(tokenizer, problem))
+def test_a_chat_template_that_fails_is_one_line(tokenizer):
+    failing = copy.deepcopy(tokenizer)
+    failing.chat_template = "{{ raise_exception('no system message') }}"
+    with pytest.raises(InputError, match=r"template fails \(no system message\)"):
+        encode_prompt(failing, data.Problem("How many eggs?", "14"))
 
 
 # ------------------------------------------------------------------------------------------- policy

@@ -43,18 +43,16 @@ def test_a_long_prompt_is_shown_without_its_middle(tokenizer, capsys):
 
 
 def test_control_tokens_are_left_out_and_counted(capsys):
-    """In questions and references. Of a list, only the wordings that hold one are left out."""
+    """In questions and references, also in one of several."""
     tokenizer = toy_model.build_tokenizer()
     tokenizer.add_tokens(["<think>", "   "])  # the model's marks; others add runs of spaces
     good = Problem("How many?", "   14")
-    bad = [Problem("How<eos>?", "14"), Problem("How?", "14<eos>"), Problem("How?", "<think>14")]
-    several = Problem("How many?", "14<eos>", others=("   14", "<think>"))
-    problems, longest = usable_prompts(tokenizer, [*bad, good, several], "mine")
-    assert problems == [good, good] and longest == len(encode_prompt(tokenizer, good))
-    says = "3 of 5 questions or answers have a control token"
-    assert capsys.readouterr().err == (
-        f"mine: left out: {says}\nmine: left out of lists: 2 references with a control token\n"
-    )
+    bad = [Problem("How<eos>?", "14"), Problem("How?", "<think>14")]
+    bad.append(Problem("How many?", "   14", others=("14<eos>",)))
+    problems, longest = usable_prompts(tokenizer, [*bad, good], "mine")
+    assert problems == [good] and longest == len(encode_prompt(tokenizer, good))
+    says = "3 of 4 questions or answers have a control token"
+    assert capsys.readouterr().err == f"mine: left out: {says}\n"
     with pytest.raises(InputError, match="mine: no question is left; 3 of 3 questions or"):
         usable_prompts(tokenizer, bad, "mine")
 
