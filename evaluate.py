@@ -10,7 +10,6 @@ from runtime import cli  # isort: split
 
 import json
 import os
-from pathlib import Path
 
 import pandas
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record, sample_table, say_grade
-from tasks.data import NAMES, Problem, load_problems, to_problem
+from tasks.data import NAMES, Problem, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -68,30 +67,11 @@ def evaluate(
     return summary, records
 
 
-def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
-    """Print some samples of one question, each with its answer."""
-    # The question is checked as one of a data set, where a reference is needed; none is used here.
-    problem = to_problem({"question": question, "answer": "?"}, verifier="text")
-    problems, _ = usable_prompts(tokenizer, [problem], "--ask")
-    [group] = sample(model, tokenizer, problems, runs, max_new_tokens, **settings)
-    for text, boxed in zip(group.texts, group.answers):
-        print(f"{text.strip()}\n-> {'no answer' if boxed is None else boxed}\n")
-
-
-def split_names(text):
-    """The data sets in --dataset: names with commas between them, or one file with commas in its
-    name."""
-    if Path(text).is_file():
-        return [text]
-    return [os.path.expanduser(name.strip()) for name in text.split(",") if name.strip()]
-
-
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
-    add("--dataset", help=f"comma-separated names ({NAMES}) or files")
-    add("--ask", metavar="QUESTION", help="print some samples of one question, and write nothing")
+    add("--dataset", required=True, help=f"comma-separated names ({NAMES}) or files")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
@@ -105,16 +85,7 @@ def main():
     args = parser.parse_args()
     device = init_ranks()
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    if args.ask:
-        unused = args.dataset or args.out or args.limit or args.verifier
-        cli.require(not unused, "--ask takes no --dataset, --out, --limit or --verifier")
-        model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
-        seed_everything(args.seed)
-        return print_samples(
-            model, tokenizer, args.ask, args.runs or 4, args.max_new_tokens, **sampling
-        )
-    names = split_names(args.dataset or "")
-    cli.require(names, "expected --dataset or --ask")
+    names = [os.path.expanduser(name) for name in args.dataset.split(",")]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")
     model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)

@@ -14,72 +14,167 @@ with it before you let it grade the rest.
 
 from runtime import cli  # isort: split
 
-import contextlib
+import random
+import textwrap
+import unicodedata
 from pathlib import Path
 
 import pandas
 import torch.distributed as dist
 
 from engine.load import load
-from judge import FEW, say_judgement
-from runtime.files import lock
+from judge import say_judgement
+from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather, init_ranks
-from runtime.report import brief
+from runtime.report import over_questions
 from tasks.data import Problem
-from tasks.general_verifier import decide, read_prompt
-from tasks.grades import Grades, draw, in_doubt, read_lines, read_samples
+from tasks.general_verifier import ask, read_prompt
+from tasks.prompts import shorten
 from tasks.verifiers import plain_text
 
 AT_ONCE = 64  # answers about which a model is asked together, on each rank
+KEYS = "the numbers of the right ones, Enter for none, ? to leave the question out, q to stop"
 WORD = {True: "right", False: "wrong"}
+
+# ----------------------------------------------------------------------------- samples and grades
+
+
+def read_lines(directory):
+    """The lines of judge.py or of an evaluation. Of a run's evaluations, whose lines have a step,
+    these are the first and the last."""
+    is_run = (directory / "config.json").exists()
+    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
+    cli.require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
+    ends = lines[0].get("step"), lines[-1].get("step")
+    return [line for line in lines if line.get("step") in ends]
+
+
+def read_samples(directories):
+    """-> a DataFrame with a row for each sample: run (a directory, or an evaluation of a training
+    run), question, references, answer; verifier, what the run's own verifier says; key, equal for
+    answers that are equal by the verifier `text`; and clear, True for what equals a reference,
+    False for no answer, and else None."""
+    rows = []
+    for directory in directories:
+        for line in read_lines(directory):
+            run = f"{directory} step {line['step']}" if "step" in line else str(directory)
+            of_line = {"run": run, "question": line["question"], "references": line["references"]}
+            for answer, right in zip(line["answers"], line["right"]):
+                key = plain_text(answer or "")
+                clear = True if key in map(plain_text, line["references"]) else None
+                of_sample = {"answer": answer, "verifier": right, "key": key}
+                rows.append(of_line | of_sample | {"clear": clear if answer else False})
+    return pandas.DataFrame(rows)
+
+
+def draw(samples, count, seed):
+    """At most so many of the questions that all runs have. Their order depends only on their text
+    and the seed, so that grades are of use with other runs, and with more questions."""
+    in_runs = samples.groupby("question").run.nunique()
+    questions = list(in_runs.index[in_runs == samples.run.nunique()])
+    cli.require(questions, "no question is in all of these directories")
+    return sorted(questions, key=lambda text: random.Random(f"{seed} {text}").random())[:count]
+
+
+def in_doubt(samples, question):
+    """The answers to a question that are not clear, shuffled -> {key: answer}."""
+    rows = samples[(samples.question == question) & samples.clear.isna()]
+    answers = sorted(dict(zip(rows.key, rows.answer)).items())
+    return dict(random.Random(question).sample(answers, len(answers)))
+
+
+class Grades:
+    """What is in the files grades.jsonl of the directories. New grades go into the first."""
+
+    def __init__(self, directories):
+        self.of = {}  # of[by][question, key]
+        self.path, *others = (directory / "grades.jsonl" for directory in directories)
+        for path in (self.path, *others):
+            for row in read_rows(path, log=True) if path.exists() else []:
+                self.note(**row)
+
+    def mend(self):
+        """Take off half a line that a kill has left, before others are appended."""
+        if self.path.exists():
+            write_atomically(self.path, to_jsonl(read_rows(self.path, log=True)))
+
+    def note(self, question, answer, right, by):
+        self.of.setdefault(by, {})[question, plain_text(answer)] = right
+
+    def save(self, question, answer, right, by):
+        """right: None if you leave the question out."""
+        row = {"question": question, "answer": answer, "right": right, "by": by}
+        append_rows(self.path, [row])
+        self.note(**row)
+
+    def todo(self, samples, questions, by):
+        """The answers in doubt that this grader has not graded -> {question: (references,
+        answers)}, without questions that have none."""
+        todo, graded = {}, self.of.get(by, {})
+        for question in questions:
+            doubts = in_doubt(samples, question).items()
+            if answers := [answer for key, answer in doubts if (question, key) not in graded]:
+                todo[question] = samples[samples.question == question].references.iloc[0], answers
+        return todo
+
 
 # --------------------------------------------------------------------------------------- who grades
 
 
-def by_you(samples, questions, grades):
-    """Ask about each answer in doubt that has no grade yet."""
-    doubts = {question: in_doubt(samples, question) for question in questions}
-    questions = [question for question in questions if doubts[question]]
-    print(f"{len(questions)} questions have answers in doubt. Type {cli.KEYS}.")
-    at, back = 0, False
-    while at < len(questions):
-        question = questions[at]
-        graded = {} if back else grades.of.get("you", {})  # who comes back sees all answers again
-        asked = [a for key, a in doubts[question].items() if (question, key) not in graded]
-        references = samples.references[samples.question == question].iloc[0]
-        reply = {}
-        if asked:
-            place = f"{at + 1} of {len(questions)}:"
-            reply = cli.ask_numbers(place, question, " or ".join(references), asked)
-        if reply == "q":
+def by_you(todo, grades):
+    """Ask about the answers to each question. Nothing that is printed can move the cursor."""
+    print(f"{len(todo)} questions have answers in doubt. Type {KEYS}.")
+    for place, (question, (references, answers)) in enumerate(todo.items(), start=1):
+        print(f"\n{place} of {len(todo)}:\n{wrapped(question)}")
+        print(f"reference:\n  {wrapped(' or '.join(references), 2)}")
+        for number, answer in enumerate(answers, start=1):
+            print(f"{number:>4}  {wrapped(shorten(' '.join(answer.split()), 300), 6)}")
+        reply = ask_numbers(answers)
+        if reply is None:
             print("\nstopped; the same command goes on")
             return
-        back = reply == "b"
-        if not back:
-            for answer, right in reply.items():
-                grades.save(question, answer, right, "you")
-        at = max(0, at - 1) if back else at + 1
+        for answer, right in reply.items():
+            grades.save(question, answer, right, "you")
 
 
-def by_model(samples, questions, grades, by, model, prompt):
+def ask_numbers(answers):
+    """-> {answer: whether its number is typed}, with None for all to leave the question out; or
+    None to stop, also by Ctrl-C or at the end of a pipe."""
+    numbers = [str(number) for number in range(1, len(answers) + 1)]
+    while True:
+        try:
+            reply = input("right: ").replace(",", " ").split()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        if reply == ["q"]:
+            return None
+        if reply == ["?"]:
+            return dict.fromkeys(answers)
+        if {*reply} <= {*numbers}:
+            return {answer: number in reply for number, answer in zip(numbers, answers)}
+        print(f"expected {KEYS}")
+
+
+def wrapped(text, indent=0):
+    """A text for a terminal of 80 columns, without control characters, which could hide text."""
+    plain = "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)
+    lines = [part for line in plain.split("\n") for part in textwrap.wrap(line, 74) or [""]]
+    return ("\n" + " " * indent).join(lines)
+
+
+def by_model(todo, grades, by, model, prompt):
     """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
-    graded = grades.of.get(by, {})
-    undecided = 0
     rank, world = dist.get_rank(), dist.get_world_size()
-    todo = []
-    for question in questions:
-        first, *others = samples.references[samples.question == question].iloc[0]
-        problem = Problem(question, first, others=tuple(others))
-        doubts = in_doubt(samples, question).items()
-        todo += [(problem, answer) for key, answer in doubts if (question, key) not in graded]
-    for start in cli.progress("grade", range(0, len(todo), AT_ONCE * world), unit="batch"):
-        mine = todo[start : start + AT_ONCE * world][rank::world]
-        decisions = decide(mine, model, prompt)
-        for (problem, answer), decision in all_gather([*zip(mine, decisions)]):
-            undecided += decision is None  # not accepted, as in training
-            grades.save(problem.question, answer, decision is True, by)
-    if undecided:
-        cli.say(f"{undecided} of {len(todo)} replies hold no decision; they count as wrong")
+    pairs = [
+        (Problem(question, references[0], others=tuple(references[1:])), answer)
+        for question, (references, answers) in todo.items()
+        for answer in answers
+    ]
+    for start in cli.progress("grade", range(0, len(pairs), AT_ONCE * world), unit="batch"):
+        mine = pairs[start : start + AT_ONCE * world][rank::world]
+        verdicts = ask(mine, model, prompt)
+        for (problem, answer), right in all_gather([*zip(mine, verdicts)]):
+            grades.save(problem.question, answer, right, by)
 
 
 # -------------------------------------------------------------------------------------- the numbers
@@ -103,18 +198,15 @@ def verdicts(samples, questions, graded):
 
 def say_pass_at_1(samples, truths):
     """Print pass@1 of each run by each truth, a column of samples, and the change from the first
-    run, paired by question."""
-    runs = list(samples.run.unique())
+    run, paired by question. ±: standard errors over questions."""
     for by in truths:
         known = samples.dropna(subset=[by]).astype({by: float})
-        shares = known.pivot_table(by, "question", "run")[runs]  # means
+        shares = known.pivot_table(by, "question", "run")[[*samples.run.unique()]]  # means
         print(f"\n{len(shares)} questions, what is right by {by}:")
-        for run in runs:
-            line = f"  {run}: pass@1 {brief(shares[run].mean())} (SE {brief(shares[run].sem())})"
-            change = shares[run] - shares[runs[0]]
-            low, high = (brief(change.mean() + sign * 1.96 * change.sem()) for sign in (-1, 1))
-            interval = f"95%: {low} to {high}" if len(shares) >= FEW else f"no interval under {FEW}"
-            line += f", change {brief(change.mean())} ({interval})" if run != runs[0] else ""
+        for run in shares:
+            line = f"  {run}: pass@1 {over_questions(shares[run])}"
+            if run != shares.columns[0]:
+                line += f", change {over_questions(shares[run] - shares.iloc[:, 0])}"
             print(line)
 
 
@@ -142,20 +234,19 @@ def main():
     args = parser.parse_args()
     directories = [Path(each) for each in args.directories]
     prompt = args.prompt and read_prompt(args.prompt)
+    by = args.by if prompt is None else f"{args.by} with {args.prompt}"
     samples = read_samples(directories)
     questions = draw(samples, args.questions, args.seed)
     samples = samples[samples.question.isin(questions)]
-    by = args.by if prompt is None else f"{args.by} with {args.prompt}"
-    ask = not args.table
-    with lock(directories[0]) if ask and cli.is_rank_0() else contextlib.nullcontext():
-        grades = Grades(directories)
-        if ask:
-            grades.mend()
-            if args.by == "you":
-                by_you(samples, questions, grades)
-            else:
-                by_model(samples, questions, grades, by, load(args.by, init_ranks()), prompt)
-                dist.destroy_process_group()
+    grades = Grades(directories)
+    todo = grades.todo(samples, questions, by)
+    if not args.table:
+        grades.mend()
+        if args.by == "you":
+            by_you(todo, grades)
+        else:
+            by_model(todo, grades, by, load(args.by, init_ranks()), prompt)
+            dist.destroy_process_group()
     if not cli.is_rank_0():
         return
     grades.of.setdefault(by, {})  # where nothing is in doubt, all is known

@@ -37,7 +37,6 @@ from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer"
-FEW = 10  # with fewer questions a standard error is itself too uncertain for an interval
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
@@ -77,8 +76,6 @@ def say_judgement(rows, graded=False):
             print(f"  {reward:.1e}  {answer!r:.35} for {' or '.join(rows[k]['references'])!r:.35}")
     if not graded and any(row.get("verifier") == "text" for row in rows):
         print("By the verifier `text`, exact looks nearly perfect whatever it misses: grade first")
-    else:
-        print(advice(shares, table, len(rows)))
     return table
 
 
@@ -160,23 +157,6 @@ def shown(table):
     columns["0"] = table["right, nothing"].map(number)
     columns |= {name: table[f"groups, {name}"] for name in ("equal", "tiny")}
     return pandas.DataFrame(columns)
-
-
-def advice(shares, table, questions):
-    """What the numbers mean for training, in a sentence."""
-    if "cer" in table.index and table["AUC, low"]["cer"] < 0.6:
-        return "cer may not tell right from wrong here (see its interval): look at samples first"
-    if shares.right < 0.1:
-        return "Few samples are right: take easier questions, or a supervised start (warm_start.py)"
-    if "cer" in table.index and table["groups, tiny"]["cer"] > questions / 2:
-        return "Most rewards are tiny: give several short references, in the model's own wording"
-    if questions < FEW:
-        return f"Fewer than {FEW} questions are too few for advice"
-    if (table["aim"] > 0).any():  # nan is not
-        best = table["aim"].idxmax()
-        aim_of_best = brief(table["aim"][best])
-        return f"The best aim has {best}, {aim_of_best}: train with it, or a cheaper one near it"
-    return "No reward has an aim: all samples of each question are right, or all are wrong"
 
 
 def main():

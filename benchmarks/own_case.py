@@ -26,11 +26,10 @@ import pandas
 import torch
 
 from cer import cer
-from grade import verdicts
+from grade import Grades, read_lines, read_samples, verdicts
 from judge import advantage_products, aim, interval, judge_rewards, question_aucs
 from reward_functions import f1, words
 from runtime.report import RARE
-from tasks.grades import Grades, read_lines, read_samples
 from tasks.verifiers import plain_text
 
 EXAMPLES = r"""Answer a question about a passage. Reason in one sentence, then box a short answer, as in the examples.

@@ -6,8 +6,6 @@ import contextlib
 import logging
 import os
 import sys
-import textwrap
-import unicodedata
 from pathlib import Path
 
 from tqdm import tqdm
@@ -134,43 +132,3 @@ def progress(name, iterable=None, **options):
     if not sys.stderr.isatty():
         pace = {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1}
     return tqdm(iterable, name, leave=False, disable=not is_rank_0(), **pace, **options)
-
-
-# ---------------------------------------------------------------------------- questions to the user
-
-KEYS = "the numbers of the right ones, Enter for none, ? leave out, b back, m more, q stop"
-
-
-def ask_numbers(title: str, question: str, reference: str, answers: list[str]) -> dict | str:
-    """Let the user choose among numbered answers -> {answer: chosen}, with None to leave the
-    question out, "b" to go back, or "q" to stop (also at the end of a pipe)."""
-    most, numbers = 20, [str(number) for number in range(1, len(answers) + 1)]
-    while True:
-        print(f"\n{title}", *folded(question, most), sep="\n")
-        print("\n  ".join(["reference:", *folded(reference, most)]))
-        for number, answer in zip(numbers, answers):
-            print(f"{number:>4}  " + "\n      ".join(folded(" ".join(answer.split()), most // 5)))
-        try:
-            reply = input("right: ").replace(",", " ").split()
-        except (EOFError, KeyboardInterrupt):
-            return "q"
-        if reply in (["b"], ["q"]):
-            return reply[0]
-        if reply == ["?"]:
-            return dict.fromkeys(answers)
-        if {*reply} <= {*numbers}:
-            return {answer: number in reply for number, answer in zip(numbers, answers)}
-        if reply == ["m"]:
-            most = 10**9
-        else:
-            print(f"expected {KEYS}")
-
-
-def folded(text: str, most: int) -> list[str]:
-    """The lines of a text for a terminal of 80 columns. What is over `most` lines is folded in the
-    middle, and control characters, which could move the cursor or hide text, are replaced."""
-    plain = "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)
-    lines = [part for line in plain.split("\n") for part in textwrap.wrap(line, 74) or [""]]
-    if len(lines) > most:
-        lines[most // 3 : most // 3 - most] = [f"... (m shows {len(lines) - most} more lines)"]
-    return lines

@@ -107,6 +107,11 @@ def with_error(mean, error):
     return brief(mean) + ("" if error is None or math.isnan(error) else f" ± {brief(error)}")
 
 
+def over_questions(shares):
+    """The mean of what each question has, and its standard error."""
+    return with_error(shares.mean(), shares.sem())
+
+
 def warning(numbers):
     """What is wrong with a step and what helps, or None. "When nothing is learned" in
     docs/running.md says more."""
@@ -129,7 +134,7 @@ def pass_at_1_change(rows):
     rows = rows.assign(share=rows.right.map(lambda right: sum(right) / len(right)))
     right = rows.pivot(index="index", columns="step", values="share")  # [questions, steps]
     first, last = right.iloc[:, 0], right.iloc[:, -1]
-    shown = [with_error(each.mean(), each.sem()) for each in (first, last, last - first)]
+    shown = [over_questions(each) for each in (first, last, last - first)]
     noise = " (SE; noise may reach 2 SE)" if len(right) > 1 else ""
     return "first {}, last {}, change {}".format(*shown) + noise
 

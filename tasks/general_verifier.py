@@ -25,24 +25,17 @@ If the student's answer is correct, output "Final Decision: Yes". If the student
 incorrect, output "Final Decision: No". Assistant:"""
 
 
-def ask(pairs, verifier_model):
-    """(problem, answer) pairs -> whether each is right, list of bool. A reply without a decision
-    counts as No. verifier_model: (model, tokenizer)."""
-    decisions = decide(pairs, verifier_model)
+def ask(pairs, verifier_model, prompt=None):
+    """(problem, answer) pairs -> whether each is right, list of bool, by greedy decoding. A reply
+    without a decision counts as No. verifier_model: (model, tokenizer). prompt: another wording
+    with {question}, {reference} and {answer}, which goes through the model's chat template."""
+    model, tokenizer = verifier_model
+    prompts = [encode(tokenizer, pair, prompt) for pair in pairs]
+    outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
+    decisions = [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
     if undecided := decisions.count(None):
         say(f"the verifier's model: {undecided} of {len(decisions)} replies hold no decision")
-    return [decision is True for decision in decisions]
-
-
-def decide(pairs, verifier_model, prompt=None):
-    """(problem, answer) pairs -> what the model decides about each by greedy decoding: True, False,
-    or None if its reply holds no decision. prompt: another wording with {question}, {reference} and
-    {answer}, which goes through the model's chat template."""
-    model, tokenizer = verifier_model
-    texts = [filled(prompt or VERIFIER_PROMPT, *pair) for pair in pairs]
-    prompts = [encode(tokenizer, text, as_chat=prompt is not None) for text in texts]
-    outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
-    return [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
+    return [decided is True for decided in decisions]
 
 
 def read_prompt(path: str) -> str:
@@ -53,24 +46,19 @@ def read_prompt(path: str) -> str:
     return prompt
 
 
-def filled(prompt, problem, answer):
-    """The prompt about one answer. The fields are filled in one pass, since an answer may hold
-    "{question}", and not by str.format, since a prompt may hold other braces."""
+def encode(tokenizer, pair, prompt):
+    """What the model is asked about one answer, as token ids. The fields are filled in one pass,
+    since an answer may hold "{question}", and not by str.format, since a prompt may hold other
+    braces."""
+    problem, answer = pair
     reference = " or ".join(problem.references)
     values = {"question": problem.question, "reference": reference, "answer": answer}
-    return FIELDS.sub(lambda field: values[field[1]], prompt)
-
-
-def encode(tokenizer, text, as_chat):
-    """A prompt as token ids. Names of special tokens in it are spelled as ordinary text."""
-    if as_chat and tokenizer.chat_template:
-        mark = "\x00"  # replaced by the text after the template, in which special names are special
-        messages = [{"role": "user", "content": mark}]
-        template = dict(add_generation_prompt=True, tokenize=False)
-        before, after = tokenizer.apply_chat_template(messages, **template).split(mark)
-        plain = dict(add_special_tokens=False)
-        middle = tokenizer.encode(text, split_special_tokens=True, **plain)
-        return [*tokenizer.encode(before, **plain), *middle, *tokenizer.encode(after, **plain)]
+    text = FIELDS.sub(lambda field: values[field[1]], prompt or VERIFIER_PROMPT)
+    if prompt and tokenizer.chat_template:
+        messages = [{"role": "user", "content": text}]
+        options = {"add_generation_prompt": True, "return_dict": False}
+        return tokenizer.apply_chat_template(messages, **options)
+    # Names of special tokens are spelled as ordinary text: a policy could learn to write them.
     return encode_plain(tokenizer, text, split_special_tokens=True)
 
 

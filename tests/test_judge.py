@@ -139,4 +139,3 @@ def test_a_table_whatever_the_verifier_accepts(script, toy_model_dir, monkeypatc
     flags = f"--model {toy_model_dir} {FLAGS} --limit 1 --samples 4 --max-new-tokens {tokens}"
     code, out, err = script(judge, flags)
     assert code == 0 and "0 questions have both right and wrong" in out and "\ncer " in out, err
-    assert ("Few samples are right" in out) == (not verdict or tokens == 2)

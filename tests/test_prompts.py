@@ -14,8 +14,7 @@ from engine.tokens import vocabulary
 from runtime.cli import InputError
 from tasks import toy_model
 from tasks.data import Problem
-from tasks.general_verifier import encode
-from tasks.prompts import encode_prompt, show_first, usable_prompts
+from tasks.prompts import encode_plain, encode_prompt, show_first, usable_prompts
 
 
 @pytest.mark.parametrize("script_of", [train, judge, evaluate])
@@ -91,4 +90,4 @@ def test_an_end_of_text_token_that_the_tokenizer_appends_is_taken_off():
     asked = encode_prompt(plain, problem)
     assert encode_prompt(appending, problem) == [plain.pad_token_id, *asked]  # what begins it stays
     text = vocabulary(plain).join(asked).decode()
-    assert encode(appending, text, as_chat=False) == [plain.pad_token_id, *asked]
+    assert encode_plain(appending, text) == [plain.pad_token_id, *asked]

