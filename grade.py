@@ -16,7 +16,6 @@ from runtime import cli  # isort: split
 
 import random
 import textwrap
-import unicodedata
 from pathlib import Path
 
 import pandas
@@ -29,7 +28,6 @@ from runtime.ranks import all_gather, init_ranks
 from runtime.report import over_questions
 from tasks.data import Problem
 from tasks.general_verifier import ask, read_prompt
-from tasks.prompts import shorten
 from tasks.verifiers import plain_text
 
 AT_ONCE = 64  # answers about which a model is asked together, on each rank
@@ -122,13 +120,13 @@ class Grades:
 
 
 def by_you(todo, grades):
-    """Ask about the answers to each question. Nothing that is printed can move the cursor."""
+    """Ask about the answers to each question."""
     print(f"{len(todo)} questions have answers in doubt. Type {KEYS}.")
     for place, (question, (references, answers)) in enumerate(todo.items(), start=1):
         print(f"\n{place} of {len(todo)}:\n{wrapped(question)}")
         print(f"reference:\n  {wrapped(' or '.join(references), 2)}")
         for number, answer in enumerate(answers, start=1):
-            print(f"{number:>4}  {wrapped(shorten(' '.join(answer.split()), 300), 6)}")
+            print(f"{number:>4}  {wrapped(cli.shorten(' '.join(answer.split()), 300), 6)}")
         reply = ask_numbers(answers)
         if reply is None:
             print("\nstopped; the same command goes on")
@@ -156,10 +154,10 @@ def ask_numbers(answers):
 
 
 def wrapped(text, indent=0):
-    """A text for a terminal of 80 columns, without control characters, which could hide text."""
-    plain = "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)
-    lines = [part for line in plain.split("\n") for part in textwrap.wrap(line, 74) or [""]]
-    return ("\n" + " " * indent).join(lines)
+    """A text for a terminal of 80 columns."""
+    lines = cli.printable(text).split("\n")
+    parts = [part for line in lines for part in textwrap.wrap(line, 74) or [""]]
+    return ("\n" + " " * indent).join(parts)
 
 
 def by_model(todo, grades, by, model, prompt):

@@ -8,10 +8,9 @@ group in samples.jsonl; 0 is the first and -1 the last. Figures are SVG unless -
 ending.
 """
 
-from runtime.cli import Parser, require, run_script  # isort: split
+from runtime.cli import Parser, printable, require, run_script, shorten  # isort: split
 
 import math
-import re
 from pathlib import Path
 
 import matplotlib
@@ -91,11 +90,8 @@ def draw_group(group, out):
     of_answers = numpy.nan_to_num(posterior) @ P  # CER, 0 without an answer
     is_cer = numpy.allclose(of_answers, numpy.array(R)[rows], rtol=1e-3, atol=1e-3 * max(R))
     axes["R"].set_title("R = D⁻¹W P" if is_cer else "R")
-    question = " ".join(group["question"].split())
-    if len(question) > 90:  # what is asked stands at the end, after a passage
-        question = "…" + question[-89:]
-    question = shorten(question, 90)
-    reference = shorten(" or ".join(group["references"]), 60)
+    question = text_of(group["question"], 90)
+    reference = text_of(" or ".join(group["references"]), 60)
     step = f"step {group['step']}: " if "step" in group else ""
     figure.suptitle(f"{step}{question}\na* = {reference}", fontsize=13)
     save(figure, out)
@@ -120,12 +116,12 @@ def draw_matrix(axis, values, colours, digits, top=None):
 def label(answer, references):
     if answer is None:
         return "(no answer)"
-    return shorten(answer or "(empty)", 22) + (" = a*" if answer in references else "")
+    return (text_of(answer, 22) or "(empty)") + (" = a*" if answer in references else "")
 
 
-def shorten(text, most):
-    text = re.sub(r"[\x00-\x1f\x7f-\x9f\ufffe\uffff]", "\ufffd", text)  # XML has no such characters
-    return text if len(text) <= most else text[: most - 1] + "…"
+def text_of(text, most):
+    """A text on one line of a figure."""
+    return shorten(printable(" ".join(text.split())), most)
 
 
 # --------------------------------------------------------------------------------------- the curves
@@ -214,8 +210,6 @@ def main():
     runs = [Path(run) for run in args.runs]
     default = "curves.svg" if args.question is None else f"question-{args.question}.svg"
     out = Path(args.out or runs[0] / default)
-    formats = plt.gcf().canvas.get_supported_filetypes()
-    require(out.suffix[1:] in formats, f"--out {out}: expected a name that ends in .svg or .png")
     if args.question is None:
         return draw_curves(runs, names_of(runs), out)
     require(len(runs) == 1, "--question takes one RUN")

@@ -10,8 +10,6 @@ you would like the model to write it. Twenty rows can be enough.
 from runtime import cli  # isort: split
 
 import dataclasses
-import os
-import shutil
 
 import torch.distributed as dist
 
@@ -55,22 +53,10 @@ def main():
     order = iter(in_epochs(pairs, steps * args.batch, args.seed))
     loss = finetune(model, order, steps, args.batch, args.lr, stop)
     cli.require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
-    save(model.eval(), tokenizer, out)
+    with cli.as_input_error(f"cannot save {out}"):
+        export(model, tokenizer, out)
     judge = f"python judge.py --model {out} --dataset FILE"
     print(f"final loss {loss:.3f}; next: {judge}")
-
-
-def save(model, tokenizer, out):
-    """Save in out/. The files are written in out/partial, and moved when all are complete."""
-    partial = out / "partial"
-    try:
-        with cli.as_input_error(f"cannot save {out}"):
-            export(model, tokenizer, partial)
-            os.sync()
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
-            path.rename(out / path.name)  # config.json last, without which this is no model
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_demonstrations(path):

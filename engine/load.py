@@ -1,7 +1,6 @@
 """Load a model and its tokenizer, check that the method's assumptions hold for it, and save it."""
 
 import functools
-import json
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine.sampling import sampling_config
 from engine.tokens import vocabulary
-from runtime.cli import as_input_error, require, say
+from runtime.cli import as_input_error, require
 
 # A base model ends its text with one token, a chat model its turn with another. Stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
@@ -39,16 +38,9 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto"):
 
 def find_dtype(dtype, device):
     """The torch dtype that --dtype means on a device."""
-    on_gpu = torch.device(device).type == "cuda"
     if dtype == "auto":
-        dtype = "bf16" if on_gpu else "fp32"
-    if dtype == "bf16" and not on_gpu and not has_bf16_unit():
-        say("this CPU has no unit for bf16 (avx512_bf16 or AMX), so fp32 is faster on it")
+        dtype = "bf16" if torch.device(device).type == "cuda" else "fp32"
     return DTYPES[dtype]
-
-
-def has_bf16_unit():
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def load_model(name, device, dtype):
@@ -78,15 +70,12 @@ def rms_norm(norm, x):
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-IS_ADAPTER = """it is an adapter (LoRA), not a model; merge it first, and save its tokenizer, too: \
-AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(DIRECTORY)"""
-
-
 def from_pretrained(auto_class, name_or_dir, **options):
     expected = "an id on the hub, or a directory such as RUN/checkpoints/step-K"
     with as_input_error(f"cannot load the model {name_or_dir}, expected {expected}"):
         # Where peft is installed, the library would add the adapter to its base model, frozen.
-        require(not find_adapter_config_file(str(name_or_dir)), IS_ADAPTER)
+        is_adapter = find_adapter_config_file(str(name_or_dir))
+        require(not is_adapter, "it is an adapter (LoRA): merge it into its model first")
         return auto_class.from_pretrained(name_or_dir, trust_remote_code=False, **options)
 
 
@@ -106,31 +95,9 @@ def reset_generation_config(model, tokenizer):
 
 
 def export(model, tokenizer, directory: str | Path) -> None:
-    """Save both in a directory that transformers 4 and 5 read as the same model. Many servers still
-    use 4. It looks for the settings of RoPE at the top of config.json, and takes a base of 10,000
-    without a word if there is none. It knows neither what 5 calls some settings (num_experts) and
-    tokenizer classes, nor 5's list of special tokens."""
+    """Save both, as a directory that from_pretrained loads."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    for_4 = {name: getattr(model.config, name) for name in model.config.attribute_map}
-    scaling = dict(getattr(model.config, "rope_parameters", None) or {})
-    for name in "rope_theta", "partial_rotary_factor":
-        if name in scaling:
-            for_4[name] = scaling.pop(name)
-    if scaling.get("rope_type", "default") != "default":
-        for_4["rope_scaling"] = scaling
-    add_to_json(Path(directory) / "config.json", for_4)
-    for_4 = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # reads all of tokenizer.json, also in 5
-        "additional_special_tokens": tokenizer.extra_special_tokens,
-        "extra_special_tokens": {},  # a dict in 4
-    }
-    add_to_json(Path(directory) / "tokenizer_config.json", for_4)
-
-
-def add_to_json(path, entries):
-    content = json.loads(path.read_text(encoding="utf-8")) | entries
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 NOISE = "attention_dropout", "router_jitter_noise", "input_jitter_noise"  # in training mode

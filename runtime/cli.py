@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import unicodedata
 from pathlib import Path
 
 from tqdm import tqdm
@@ -115,6 +116,18 @@ def say(text):
     with contextlib.suppress(OSError, RuntimeError):
         if is_rank_0():
             tqdm.write(text, file=sys.stderr)
+
+
+def shorten(text, most):
+    """A text without its middle, if it has more than `most` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} [...] {text[-half:]}"
+
+
+def printable(text):
+    """A text without control characters, which could move a terminal's cursor, hide text, or make
+    an SVG invalid."""
+    return "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)
 
 
 class Lines:

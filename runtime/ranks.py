@@ -56,7 +56,7 @@ def open_run_directory(out, name, resume=False):
     out = Path(all_gather([out or default])[0])
     if is_rank_0():
         # What a run leaves that was refused before its first step; it may be started again.
-        leftovers = {"lock", "warm-start", "partial", "config.json.partial"}
+        leftovers = {"lock", "warm-start", "config.json.partial"}
         empty = {path.name for path in out.glob("*")} <= leftovers
         require(resume or empty, f"--out {out} is not empty: use another or (train.py) --resume")
         LOCKS.append(lock(out))

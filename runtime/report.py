@@ -26,20 +26,14 @@ RARE = 1e-4  # a question without a larger reward has hardly any weight beside t
 def group_metrics(judged, R, A):
     """The metrics of one group. R, A [N]."""
     group, N = judged.group, len(R)
-    # exp(log P) of a long reference can underflow to 0. A rule's 0 means wrong, this one tiny.
-    underflowed = judged.scores is not None and (judged.scores.log_P > -math.inf).any()
-    tiny = R.max() < TINY and (R.any() or underflowed)
-    stated = [answer for answer in group.answers if answer]  # an empty box is no answer
     numbers = {
         "reward": R.mean().item(),
         "exact_match": sum(answer in group.problem.references for answer in group.answers) / N,
-        "answered": len(stated) / N,
+        "answered": sum(bool(answer) for answer in group.answers) / N,  # an empty box is none
         "truncated": sum(group.truncated) / N,
-        "unique_answers": len(set(stated)),
-        "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
         "completion_tokens": sum(len(ids) for ids in group.completions) / N,
         "zero_advantage_groups": float(not A.any()),
-        "tiny_reward_groups": float(tiny),
+        "tiny_reward_groups": float(0 < R.max() < TINY),
     }
     if group.entropies:
         numbers["entropy"] = sum(group.entropies) / N
@@ -49,9 +43,8 @@ def group_metrics(judged, R, A):
 
 
 def means(described):
-    """The mean over the groups of a step. A metric that is missing from a group counts as 0."""
-    names = sorted({name for numbers in described for name in numbers})
-    return {n: sum(numbers.get(n, 0) for numbers in described) / len(described) for n in names}
+    """The mean over the groups of a step."""
+    return {name: sum(of[name] for of in described) / len(described) for name in described[0]}
 
 
 def group_record(judged, **more):

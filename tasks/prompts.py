@@ -3,7 +3,7 @@
 import math
 import re
 
-from runtime.cli import as_input_error, progress, require, say
+from runtime.cli import as_input_error, progress, require, say, shorten
 
 # The wording of the paper's authors, from their code (the paper does not give it).
 SYSTEM = "You are a helpful assistant."
@@ -78,9 +78,3 @@ def show_first(tokenizer, problems, name):
     say(f"{name}: the first prompt, as the model sees it:")
     say("\n".join(f"  | {line}" for line in prompt.splitlines()))
     say(f"  its reference: {reference}; its verifier: {problem.verifier}")
-
-
-def shorten(text, most):
-    """A text without its middle, if it has more than `most` characters."""
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]} [...] {text[-half:]}"

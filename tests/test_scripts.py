@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import LOGS, summary_of, written_by
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import plot
@@ -22,11 +22,6 @@ from runtime.files import lock, read_rows, to_jsonl
 from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
 from tasks.verifiers import verify
-
-
-def is_for_transformers_4(directory):
-    """Its files are those of engine.load.export."""
-    return json.loads((directory / "config.json").read_text())["rope_theta"] == 10_000
 
 
 def test_what_a_run_writes(finished_run, toy_model_dir):
@@ -50,7 +45,6 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
     for started, halfway, trained in zip(*weights):
         assert (started != halfway).any() and (halfway != trained).any()
     assert AutoTokenizer.from_pretrained(models[2]).chat_template
-    assert all(is_for_transformers_4(model) for model in models)
 
 
 @pytest.mark.parametrize("reward", sorted(REWARDS.keys() - {"cer"}))
@@ -147,7 +141,7 @@ def test_resume(script, finished_run, stopped_run):
 BROKEN = {  # what is left of a file
     "config.json": ("{}", "run/config.json: expected an object with flags"),
     "metrics.jsonl": ('{"step": 0\n{"step": 1}\n', "row 1: expected"),
-    "checkpoints/step-2/training/*.safetensors": ("half", "training: .*; restore its .*or remove"),
+    "checkpoints/step-2/training/*.distcp": ("half", "training: .*; restore its .*or remove"),
 }
 
 
@@ -225,26 +219,13 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         assert all(n == 21 for n, cut_off in zip(row["tokens"], row["truncated"]) if cut_off)
 
 
-def test_a_supervised_start(script, toy_model_dir, monkeypatch):
-    """On a full disk it leaves nothing but the directory; then into this one."""
+def test_a_supervised_start(script, toy_model_dir):
     Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
-
-    def full(self, path, **options):
-        Path(path).mkdir()
-        (Path(path) / "half").write_text("")
-        raise MemoryError
-
     flags = f"--model {toy_model_dir} --data demos.jsonl --epochs 20 --batch 2 --lr 1e-2"
-    with monkeypatch.context() as patch:
-        patch.setattr(Qwen3ForCausalLM, "save_pretrained", full)
-        code, _, err = script(warm_start, f"{flags} --out warm")
-    assert code == 2 and "cannot save warm (MemoryError)" in err, err
-    assert [path.name for path in Path("warm").iterdir()] == ["lock"]
     code, stdout, err = script(warm_start, f"{flags} --out warm")
     assert code == 0 and "judge.py --model warm " in stdout, err
     assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
     AutoModelForCausalLM.from_pretrained("warm")
-    assert is_for_transformers_4(Path("warm"))
 
 
 # -------------------------------------------------------------------------------------------- paths
@@ -290,12 +271,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--max-new-tokens 200", r"the model has 128 positions"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
-    (
-        train,
-        "--model adapter",
-        r"cannot load the model adapter, .*it is an adapter .LoRA.*; merge it",
-    ),
-    (evaluate, "--model adapter", r"it is an adapter .*AutoPeftModelForCausalLM"),
+    (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
     (
         train,
         "--resume --out {run} --eval-runs 3 --eval-dataset good.jsonl",
