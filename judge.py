@@ -37,6 +37,7 @@ from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer"
+SHOWN = "AUC from to aim from to right wrong 0 equal tiny".split()  # the table's columns in print
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
@@ -66,9 +67,10 @@ def say_judgement(rows, graded=False):
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
     print(f"{len(rows)} questions x {len(rows[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
-    print(shown(table).to_string())
-    print("95%: interval over questions; mean: of right and of wrong samples; 0: share of right")
-    print("samples that receive nothing; equal, tiny: questions whose rewards are equal, or < 1e-4")
+    shown = table.map(lambda x: "-" if math.isnan(x) else brief(x)).set_axis(SHOWN, axis=1)
+    print(shown.to_string())
+    print("from, to: 95% over questions; right, wrong: the mean of such samples; 0: share of right")
+    print("ones that receive nothing; equal, tiny: questions with equal rewards, or all < 1e-4")
     if "cer" in names and samples.right.any():
         print("least CER of right answers; the model rarely writes such references:")
         for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
@@ -139,24 +141,6 @@ def aim(products):
     AA, AT, TT = numpy.moveaxis(products.sum(-3), -1, 0)
     with numpy.errstate(invalid="ignore"):
         return AT / numpy.sqrt(AA * TT)
-
-
-def shown(table):
-    """The table as it is printed, in 80 columns."""
-
-    def number(x):
-        return "-" if math.isnan(x) else f"{x:.2f}".removeprefix("0") if x >= 0.01 else brief(x)
-
-    columns = {}
-    for name in "AUC", "aim":
-        columns[name] = table[name].map(number)
-        low, high = table[f"{name}, low"].map(number), table[f"{name}, high"].map(number)
-        columns[f"95% of {name}"] = low + " to " + high
-    columns["mean right"] = table["mean if right"].map(number)
-    columns["wrong"] = table["mean if wrong"].map(number)
-    columns["0"] = table["right, nothing"].map(number)
-    columns |= {name: table[f"groups, {name}"] for name in ("equal", "tiny")}
-    return pandas.DataFrame(columns)
 
 
 def main():
