@@ -132,8 +132,7 @@ def test_a_killed_judge_goes_on(script, toy_model_dir, monkeypatch):
     assert script(judge, flags)[0] == 2  # not without --resume
 
 
-@pytest.mark.parametrize("verdict", [True, False])
-@pytest.mark.parametrize("tokens", [32, 2])  # two tokens are too few for a box
+@pytest.mark.parametrize("verdict, tokens", [(True, 32), (False, 2)])  # 2 are too few for a box
 def test_a_table_whatever_the_verifier_accepts(script, toy_model_dir, monkeypatch, verdict, tokens):
     monkeypatch.setitem(PROGRAMS, "toy-truth", lambda answer, reference: verdict)
     flags = f"--model {toy_model_dir} {FLAGS} --limit 1 --samples 4 --max-new-tokens {tokens}"
