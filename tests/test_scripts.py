@@ -284,7 +284,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
         r"no question is left; 1 of 1 questions or answers have",
     ),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
-    (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1 .*surrogates not allowed"),
+    (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
 ]
 
