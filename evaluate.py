@@ -15,7 +15,8 @@ import pandas
 import torch.distributed as dist
 
 from engine.load import DTYPES, check_sampling, load
-from reward_functions import judge
+from engine.sampling import positions
+from reward_functions import REWARDS, judge, rewards
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
@@ -27,6 +28,26 @@ from tasks.verifiers import VERIFIERS
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
+def sample_and_judge(
+    model, tokenizer, problems, N, max_new_tokens, names=(), at_once=None, **settings
+):
+    """Sample every problem N times, and judge the samples -> lines of samples.jsonl, in the order
+    of the problems, as lists: all at the end, or after every at_once problems of a rank. The ranks
+    share the problems. names: rewards to compute; "R" in a line is that of the first."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    turn = at_once * world if at_once else len(problems)
+    asked = {"verifier"}.union(*(REWARDS[name].asks for name in names))
+    for start in cli.progress("questions", range(0, len(problems), turn), disable=not at_once):
+        mine = problems[start : start + turn][rank::world]
+        groups = sample(model, tokenizer, mine, N, max_new_tokens, **settings)
+        lines = []
+        for k, judged in enumerate(judge(groups, asked, model, tokenizer)):
+            R = {name: rewards(name, [judged])[0].tolist() for name in names}
+            more = {"R": R[names[0]], "rewards": R} if names else {}
+            lines.append(group_record(judged, index=start + rank + world * k, **more))
+        yield sorted(all_gather(lines), key=lambda line: line["index"])
+
+
 def evaluate(
     model,
     tokenizer,
@@ -36,23 +57,17 @@ def evaluate(
     seed: int,
     **settings,
 ) -> tuple[dict, list[dict]]:
-    """Sample every problem `runs` times -> (summary, a record of each problem, in order). The ranks
-    share the problems. settings: temperature, top_p, top_k.
+    """Sample every problem `runs` times -> (summary, a line of each problem). settings:
+    temperature, top_p, top_k.
 
     summary: pass_at_1 (mean over questions of the share of right samples), stderr (standard error
     of that mean over questions), exact_match, answered and truncated (shares of samples), tokens
     (mean length of a completion), questions, runs.
     """
     seed_everything(seed, "evaluation")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = problems[rank::world]
-    groups = sample(model, tokenizer, mine, runs, max_new_tokens, name="evaluation", **settings)
-    judged = judge(groups, {"verifier"}, model, tokenizer)
-    records = all_gather(
-        [group_record(each, index=rank + world * k) for k, each in enumerate(judged)]
-    )
-    records.sort(key=lambda record: record["index"])
-    samples = sample_table(records, "tokens")
+    settings["name"] = "evaluation"
+    [lines] = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **settings)
+    samples = sample_table(lines, "tokens")
     by_question = samples.groupby(level=0).right.mean()
     summary = {
         "pass_at_1": float(by_question.mean()),
@@ -64,14 +79,24 @@ def evaluate(
         "questions": len(problems),
         "runs": runs,
     }
-    return summary, records
+    return summary, lines
+
+
+def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
+    """Print some samples of one question, each with its answer."""
+    problems, _ = usable_prompts(tokenizer, [Problem(question, "?")], "--ask")
+    [group] = sample(model, tokenizer, problems, runs, max_new_tokens, **settings)
+    for text, answer in zip(group.texts, group.answers):
+        print(f"{text.strip()}\n-> {'no answer' if answer is None else answer}\n")
 
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
-    add("--dataset", required=True, help=f"comma-separated names ({NAMES}) or files")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--dataset", help=f"comma-separated names ({NAMES}) or files")
+    what.add_argument("--ask", metavar="QUESTION", help="only print some samples of one question")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
@@ -85,27 +110,33 @@ def main():
     args = parser.parse_args()
     device = init_ranks()
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+    if args.ask:
+        model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
+        seed_everything(args.seed)
+        how = args.runs or 4, args.max_new_tokens
+        return print_samples(model, tokenizer, args.ask, *how, **sampling)
     names = [os.path.expanduser(name) for name in args.dataset.split(",")]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")
     model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
-    datasets = {name: usable_prompts(tokenizer, datasets[name], name)[0] for name in names}
+    most = positions(model) - 1  # room for a token
+    datasets = {name: usable_prompts(tokenizer, datasets[name], name, most)[0] for name in names}
     for name, problems in datasets.items():
         show_first(tokenizer, problems, name)
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
         how = runs, args.max_new_tokens, args.seed
-        results[name], records = evaluate(model, tokenizer, problems, *how, **sampling)
+        results[name], lines = evaluate(model, tokenizer, problems, *how, **sampling)
         # Save now, since the next data set may take hours.
-        append_rows(path, [{"dataset": name} | record for record in records])
+        append_rows(path, [{"dataset": name} | line for line in lines])
         report = json.dumps({"flags": vars(args), "results": results}, indent=2)
         write_atomically(out / "results.json", report + "\n")
         cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
     if cli.is_rank_0():
-        table = pandas.DataFrame.from_dict(results, orient="index")
+        table = pandas.DataFrame.from_dict(results, orient="index").astype({"stderr": float})
         print(f"pass@1 at temperature {args.temperature:g}")
-        print(table.to_string(float_format="{:.3f}".format))
+        print(table.to_string(float_format="{:.3f}".format, na_rep="-"))
         if len(results) > 1:
             print(f"average pass@1: {table.pass_at_1.mean():.3f}")
         print(f"all samples are in {path}")

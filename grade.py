@@ -7,13 +7,18 @@
 A directory is what judge.py, evaluate.py or train.py wrote. You see a question, its references, and
 the answers of all directories, shuffled and without their rewards. You type the numbers of the
 right ones. An answer that equals a reference (by the verifier `text`) is right and no answer is
-wrong, so neither is asked. Each reply is saved at once, in grades.jsonl of the first directory, and
-a second start goes on. A model is asked about the same answers, so you can see how often you agree
-with it before you let it grade the rest.
+wrong, so neither is asked. A model is asked about the same answers, so you can see how often you
+agree with it before you let it grade the rest.
+
+Each grade is saved at once, as a line of one file, and a second start goes on. It belongs to a
+question with its references, an answer, and whoever gave it; the newest counts. To correct one,
+take its line out of the file. Two people take two names (--name).
 """
 
 from runtime import cli  # isort: split
 
+import collections
+import hashlib
 import random
 import textwrap
 from pathlib import Path
@@ -38,91 +43,91 @@ WORD = {True: "right", False: "wrong"}
 
 
 def read_lines(directory):
-    """The lines of judge.py or of an evaluation. Of a run's evaluations, whose lines have a step,
-    these are the first and the last."""
+    """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
+    of a training run. Of these the first and the last are read."""
     is_run = (directory / "config.json").exists()
     lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
     cli.require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
-    ends = lines[0].get("step"), lines[-1].get("step")
-    return [line for line in lines if line.get("step") in ends]
+    for line in lines:
+        line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
+    return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
 
 
-def read_samples(directories):
-    """-> a DataFrame with a row for each sample: run (a directory, or an evaluation of a training
-    run), question, references, answer; verifier, what the run's own verifier says; key, equal for
-    answers that are equal by the verifier `text`; and clear, True for what equals a reference,
-    False for no answer, and else None."""
-    rows = []
-    for directory in directories:
-        for line in read_lines(directory):
-            run = f"{directory} step {line['step']}" if "step" in line else str(directory)
-            of_line = {"run": run, "question": line["question"], "references": line["references"]}
-            for answer, right in zip(line["answers"], line["right"]):
-                key = plain_text(answer or "")
-                clear = True if key in map(plain_text, line["references"]) else None
-                of_sample = {"answer": answer, "verifier": right, "key": key}
-                rows.append(of_line | of_sample | {"clear": clear if answer else False})
-    return pandas.DataFrame(rows)
+def draw(lines, count, seed):
+    """At most so many of the cases that all runs have, a case being a question with its references
+    -> {case: its lines}. Their order depends only on their text and the seed, so that grades are of
+    use with other runs, and with more questions."""
+    cases = collections.defaultdict(list)
+    for line in lines:
+        cases[line["question"], tuple(line["references"])].append(line)
+    runs = {line["run"] for line in lines}
+    in_all = [case for case, own in cases.items() if {line["run"] for line in own} == runs]
+    cli.require(in_all, "no question is in all of these directories with the same references")
+    order = sorted(in_all, key=lambda case: random.Random(f"{seed} {case[0]}").random())
+    return {case: cases[case] for case in order[:count]}
 
 
-def draw(samples, count, seed):
-    """At most so many of the questions that all runs have. Their order depends only on their text
-    and the seed, so that grades are of use with other runs, and with more questions."""
-    in_runs = samples.groupby("question").run.nunique()
-    questions = list(in_runs.index[in_runs == samples.run.nunique()])
-    cli.require(questions, "no question is in all of these directories")
-    return sorted(questions, key=lambda text: random.Random(f"{seed} {text}").random())[:count]
-
-
-def in_doubt(samples, question):
-    """The answers to a question that are not clear, shuffled -> {key: answer}."""
-    rows = samples[(samples.question == question) & samples.clear.isna()]
-    answers = sorted(dict(zip(rows.key, rows.answer)).items())
-    return dict(random.Random(question).sample(answers, len(answers)))
+def in_doubt(lines):
+    """The answers of these lines that are neither empty nor equal to a reference, shuffled -> {key:
+    answer}. Answers with the same key are equal by the verifier `text`."""
+    clear = {*map(plain_text, lines[0]["references"])}
+    answers = {plain_text(a): a for line in lines for a in line["answers"] if a}
+    doubtful = sorted((key, answer) for key, answer in answers.items() if key not in clear)
+    return dict(random.Random(lines[0]["question"]).sample(doubtful, len(doubtful)))
 
 
 class Grades:
-    """What is in the files grades.jsonl of the directories. New grades go into the first."""
+    """The file of grades: said[by][case, key] is True, False, or None if the question is left
+    out."""
 
-    def __init__(self, directories):
-        self.of = {}  # of[by][question, key]
-        self.path, *others = (directory / "grades.jsonl" for directory in directories)
-        for path in (self.path, *others):
-            for row in read_rows(path, log=True) if path.exists() else []:
-                self.note(**row)
+    def __init__(self, path):
+        self.path, self.said, changed = path, collections.defaultdict(dict), 0
+        rows = read_rows(path, log=True) if path.exists() else []
+        for number, row in enumerate(rows, start=1):
+            with cli.as_input_error(
+                f"{path}, line {number}: expected a grade as grade.py writes it"
+            ):
+                cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
+                at = (row["question"], tuple(row["references"])), plain_text(row["answer"])
+                changed += self.said[row["by"]].get(at, row["right"]) != row["right"]
+                self.said[row["by"]][at] = row["right"]
+        if changed:
+            cli.say(
+                f"{path}: {changed} answers were graded again, otherwise; the newer grade counts"
+            )
+        if rows:  # without the half line that a kill may have left
+            write_atomically(path, to_jsonl(rows))
 
-    def mend(self):
-        """Take off half a line that a kill has left, before others are appended."""
-        if self.path.exists():
-            write_atomically(self.path, to_jsonl(read_rows(self.path, log=True)))
+    def save(self, case, answer, right, by, **more):
+        row = {"question": case[0], "references": case[1], "answer": answer, "right": right}
+        append_rows(self.path, [row | {"by": by} | more])
+        self.said[by][case, plain_text(answer)] = right
 
-    def note(self, question, answer, right, by):
-        self.of.setdefault(by, {})[question, plain_text(answer)] = right
-
-    def save(self, question, answer, right, by):
-        """right: None if you leave the question out."""
-        row = {"question": question, "answer": answer, "right": right, "by": by}
-        append_rows(self.path, [row])
-        self.note(**row)
-
-    def todo(self, samples, questions, by):
-        """The answers in doubt that this grader has not graded -> {question: (references,
-        answers)}, without questions that have none."""
-        todo, graded = {}, self.of.get(by, {})
-        for question in questions:
-            doubts = in_doubt(samples, question).items()
-            if answers := [answer for key, answer in doubts if (question, key) not in graded]:
-                todo[question] = samples[samples.question == question].references.iloc[0], answers
-        return todo
+    def column(self, cases, by):
+        """The lines of the cases that this grader has graded, with `right` as this grader says it.
+        They end before the first ungraded answer: later cases that happen to need no grade are the
+        easy ones, and would raise pass@1."""
+        graded = []
+        for case, lines in cases.items():
+            said = {key: self.said[by].get((case, key), "missing") for key in in_doubt(lines)}
+            if "missing" in said.values():
+                break
+            if None not in said.values():
+                said |= dict.fromkeys(map(plain_text, case[1]), True)
+                for line in lines:
+                    right = [bool(a) and said[plain_text(a)] for a in line["answers"]]
+                    graded.append(line | {"right": right})
+        return graded
 
 
 # --------------------------------------------------------------------------------------- who grades
 
 
-def by_you(todo, grades):
+def by_person(todo, grades, by):
     """Ask about the answers to each question."""
     print(f"{len(todo)} questions have answers in doubt. Type {KEYS}.")
-    for place, (question, (references, answers)) in enumerate(todo.items(), start=1):
+    for place, (case, answers) in enumerate(todo.items(), start=1):
+        question, references = case
         print(f"\n{place} of {len(todo)}:\n{wrapped(question)}")
         print(f"reference:\n  {wrapped(' or '.join(references), 2)}")
         for number, answer in enumerate(answers, start=1):
@@ -132,7 +137,7 @@ def by_you(todo, grades):
             print("\nstopped; the same command goes on")
             return
         for answer, right in reply.items():
-            grades.save(question, answer, right, "you")
+            grades.save(case, answer, right, by)
 
 
 def ask_numbers(answers):
@@ -144,6 +149,8 @@ def ask_numbers(answers):
             reply = input("right: ").replace(",", " ").split()
         except (EOFError, KeyboardInterrupt):
             return None
+        except UnicodeDecodeError:
+            reply = ["a byte that is not UTF-8"]
         if reply == ["q"]:
             return None
         if reply == ["?"]:
@@ -163,110 +170,105 @@ def wrapped(text, indent=0):
 def by_model(todo, grades, by, model, prompt):
     """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    pairs = [
-        (Problem(question, references[0], others=tuple(references[1:])), answer)
-        for question, (references, answers) in todo.items()
-        for answer in answers
-    ]
-    for start in cli.progress("grade", range(0, len(pairs), AT_ONCE * world), unit="batch"):
-        mine = pairs[start : start + AT_ONCE * world][rank::world]
-        verdicts = ask(mine, model, prompt)
-        for (problem, answer), right in all_gather([*zip(mine, verdicts)]):
-            grades.save(problem.question, answer, right, by)
+    asked = [(case, answer) for case, answers in todo.items() for answer in answers]
+    for start in cli.progress("grade", range(0, len(asked), AT_ONCE * world), unit="batch"):
+        mine = asked[start : start + AT_ONCE * world][rank::world]
+        pairs = [
+            (Problem(question, references[0], others=tuple(references[1:])), answer)
+            for (question, references), answer in mine
+        ]
+        verdicts, replies = ask(pairs, model, prompt)
+        for (case, answer), right, reply in all_gather([*zip(mine, verdicts, replies)]):
+            grades.save(case, answer, right, by, reply=reply)
+
+
+def name_of(model_name, model, prompt):
+    """Who grades, with a mark that changes with the weights and with the prompt."""
+    sums = [f"{p.double().sum().item():.6g}" for p in model.parameters()]
+    return f"{model_name} {hashlib.sha256(repr([sums, prompt]).encode()).hexdigest()[:6]}"
 
 
 # -------------------------------------------------------------------------------------- the numbers
 
 
-def verdicts(samples, questions, graded):
-    """For each sample whether it is right, None where that is not known. Only questions before the
-    first ungraded answer count. Later ones that happen to need no grade are the easy ones, and
-    would raise the share. graded: {(question, key): right}; a question with None is left out."""
-    counts = set()
-    for question in questions:
-        own = [graded.get((question, key), "missing") for key in in_doubt(samples, question)]
-        if "missing" in own:
-            break
-        if None not in own:
-            counts.add(question)
-    keys = zip(samples.question, samples.key)
-    right = samples.clear.combine_first(pandas.Series(map(graded.get, keys), samples.index))
-    return right.where(samples.question.isin(counts))
+def say_pass_at_1(lines, by):
+    """Print pass@1 of each run, and its change from the first run, paired by question. ±: standard
+    errors over questions."""
+    shares = [(x["run"], x["question"], sum(x["right"]) / len(x["right"])) for x in lines]
+    table = pandas.DataFrame(shares, columns=["run", "question", "share"])
+    table = table.pivot_table("share", "question", "run", sort=False)  # the mean of equal questions
+    print(f"\n{len(table)} questions, what is right by {by}:")
+    for run in table:
+        line = f"  {run}: pass@1 {over_questions(table[run])}"
+        if run != table.columns[0]:
+            line += f", change {over_questions(table[run] - table.iloc[:, 0])}"
+        print(line)
 
 
-def say_pass_at_1(samples, truths):
-    """Print pass@1 of each run by each truth, a column of samples, and the change from the first
-    run, paired by question. ±: standard errors over questions."""
-    for by in truths:
-        known = samples.dropna(subset=[by]).astype({by: float})
-        shares = known.pivot_table(by, "question", "run")[[*samples.run.unique()]]  # means
-        print(f"\n{len(shares)} questions, what is right by {by}:")
-        for run in shares:
-            line = f"  {run}: pass@1 {over_questions(shares[run])}"
-            if run != shares.columns[0]:
-                line += f", change {over_questions(shares[run] - shares.iloc[:, 0])}"
-            print(line)
-
-
-def say_agreement(samples, by):
-    """How far a model accepts what you accept, and three answers on which you differ."""
-    doubtful = samples[samples.clear.isna()].drop_duplicates(["question", "key"])
-    both = doubtful.dropna(subset=["you", by])
-    differ = both[both.you != both[by]]
-    print(f"\nyou and {by} agree on {len(both) - len(differ)} of {len(both)} answers: it accepts")
-    for yours, group in both.groupby("you"):
-        print(f"  {group[by].astype(bool).sum()} of your {len(group)} {WORD[yours]} ones")
-    for row in differ.head(3).itertuples():
-        print(f"  {row.answer!r:.30} for {row.references[0]!r:.30}: you say {WORD[row.you]}")
+def say_agreement(one, other, of_one, of_other):
+    """How far another grader accepts what one accepts, and three answers on which they differ."""
+    both = [at for at in of_one if None not in (of_one[at], of_other.get(at))]
+    differ = [at for at in both if of_one[at] != of_other[at]]
+    print(f"\n{one} and {other} agree on {len(both) - len(differ)} of {len(both)} answers")
+    for word in True, False:
+        own = [of_other[at] for at in both if of_one[at] == word]
+        print(f"  {other} accepts {sum(own)} of the {len(own)} that {one} calls {WORD[word]}")
+    for (question, references), key in differ[:3]:
+        word = WORD[of_one[(question, references), key]]
+        print(f"  {key!r:.30} for {references[0]!r:.30}: {one} says {word}")
 
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("directories", nargs="+", metavar="DIR", help="of judge, evaluate or train")
-    add("--by", default="you", metavar="you|MODEL", help="who grades: you, or a model's id or path")
+    add("--by", metavar="MODEL", help="a model grades: its id or path (default: you)")
+    add("--name", default="you", help="your name, if several people grade")
     add("--prompt", help="file with another prompt for the model")
+    add("--grades", help="the file of grades (default: grades.jsonl in the first DIR)")
     add("--questions", type=cli.number(int, 1), default=50, help="grade at most K questions")
     add("--seed", type=int, default=0, help="random seed of the choice of questions")
     add("--table", action="store_true", help="ask nothing, show what the grades say")
     args = parser.parse_args()
     directories = [Path(each) for each in args.directories]
     prompt = args.prompt and read_prompt(args.prompt)
-    by = args.by if prompt is None else f"{args.by} with {args.prompt}"
-    samples = read_samples(directories)
-    questions = draw(samples, args.questions, args.seed)
-    samples = samples[samples.question.isin(questions)]
-    grades = Grades(directories)
-    todo = grades.todo(samples, questions, by)
+    lines = [line for directory in directories for line in read_lines(directory)]
+    cases = draw(lines, args.questions, args.seed)
+    grades = Grades(Path(args.grades or directories[0] / "grades.jsonl"))
+    for directory in directories:
+        other = directory / "grades.jsonl"
+        if other.exists() and other != grades.path:
+            cli.say(f"{other} is not read: one file holds the grades of a call (--grades)")
+    by = args.name
     if not args.table:
-        grades.mend()
-        if args.by == "you":
-            by_you(todo, grades)
-        else:
-            by_model(todo, grades, by, load(args.by, init_ranks()), prompt)
+        if args.by:
+            model = load(args.by, init_ranks())
+            by = name_of(args.by, model[0], prompt)
+        todo = {}
+        for case, own in cases.items():
+            doubts = in_doubt(own).items()
+            if new := [answer for key, answer in doubts if (case, key) not in grades.said[by]]:
+                todo[case] = new
+        by_model(todo, grades, by, model, prompt) if args.by else by_person(todo, grades, by)
+        if args.by:
             dist.destroy_process_group()
     if not cli.is_rank_0():
         return
-    grades.of.setdefault(by, {})  # where nothing is in doubt, all is known
-    for name, graded in grades.of.items():
-        samples = samples.assign(**{name: verdicts(samples, questions, graded)})
-    truths = [name for name in grades.of if samples[name].notna().any()]
-    cli.require(by in truths, f"no question is graded by {by}")
-    say_pass_at_1(samples[samples[truths].notna().any(axis=1)], [*truths, "verifier"])
-    for name in truths:
-        if "you" in truths and name != "you":
-            say_agreement(samples, name)
-    known = samples.dropna(subset=[by])
-    truth = dict(zip(zip(known.question, known.key), known[by]))
-    graded = {*known.question}
-    for directory in directories:
-        by_judge = [x for x in read_lines(directory) if "rewards" in x and x["question"] in graded]
-        for line in by_judge:
-            keys = [(line["question"], plain_text(answer or "")) for answer in line["answers"]]
-            line["right"] = [bool(truth[key]) for key in keys]
-        if by_judge:
-            print(f"\n{directory}, what is right by {by}:")
-            say_judgement(by_judge, graded=True)
+    columns = {name: grades.column(cases, name) for name in dict.fromkeys([by, *grades.said])}
+    columns = {name: column for name, column in columns.items() if column}
+    cli.require(columns, f"{grades.path} has no grades of these questions")
+    for name, column in columns.items():
+        say_pass_at_1(column, name)
+    known = {line["question"] for column in columns.values() for line in column}
+    own = [line for case in cases.values() for line in case if line["question"] in known]
+    say_pass_at_1(own, "the run's own verifier")
+    first, *others = columns
+    for name in others:
+        say_agreement(first, name, grades.said[first], grades.said[name])
+    for name, column in columns.items():
+        for run in dict.fromkeys(line["run"] for line in column if "rewards" in line):
+            print(f"\n{run}, what is right by {name}:")
+            say_judgement([line for line in column if line["run"] == run], graded=True)
 
 
 if __name__ == "__main__":

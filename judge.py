@@ -7,11 +7,13 @@ samples are right; `grade.py` says it by you, or by another model, afterwards. T
 each reward with that truth:
 
     AUC  how often a right sample receives more than a wrong one of the same question; .5 is chance
-    aim  the cosine between its advantages and those of the truth, over all samples; 1 if training
-         would push every sample as the truth would
+    aim  the cosine between its advantages and those of the truth; 1 if training would push every
+         answer as the truth would
 
 AUC asks for the order within a question. Aim asks for sizes too: a reward that is tiny for most
-questions may order their samples well, and yet only the few others decide the update.
+questions may order their samples well, and yet only the few others decide the update. Both are of
+samples with an answer. Where many have none, a reward for any answer at all ("any box") pulls in
+the right direction too, so its aim over all samples stands beside each reward's.
 """
 
 from runtime import cli  # isort: split
@@ -25,75 +27,78 @@ import torch.distributed as dist
 
 from cer import check_scoring
 from engine.load import DTYPES, check_sampling, load
-from reward_functions import REWARDS, judge, rewards
+from engine.sampling import positions
+from evaluate import sample_and_judge
+from reward_functions import REWARDS
 from rloo import leave_one_out
-from rollout import sample
-from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
-from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
-from runtime.report import RARE, TINY, brief, group_record, sample_table, say_grade
+from runtime.files import append_rows
+from runtime.ranks import init_ranks, open_run_directory, seed_everything
+from runtime.report import RARE, TINY, brief, sample_table, say_grade
 from tasks.data import NAMES, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer"
-SHOWN = "AUC from to aim from to right wrong 0 equal tiny".split()  # the table's columns in print
+SHOWN = "AUC from to aim from to all right wrong 0 equal tiny".split()  # the table's columns
+FEW = 10  # fewer questions with right and wrong answers give no interval
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
-
-
-def sample_and_judge(actor, tokenizer, problems, names, args):
-    """Sample problems -> for each a line of samples.jsonl, with `right` [N], what the verifier
-    accepts, and `rewards`, {name: R [N]}. Its R is that of the first name."""
-    groups = sample(actor, tokenizer, problems, args.samples, args.max_new_tokens)
-    asked = {"verifier"}.union(*(REWARDS[name].asks for name in names))
-    judged = judge(groups, asked, actor, tokenizer)
-    R = {name: rewards(name, judged).tolist() for name in names}  # {name: [B, N]}
-    return [
-        group_record(each, R=R[names[0]][k], rewards={name: R[name][k] for name in names})
-        for k, each in enumerate(judged)
-    ]
 
 
 # ---------------------------------------------------------------------------------------- the table
 
 
-def say_judgement(rows, graded=False):
-    """Print what the lines of samples.jsonl say about their rewards -> the table, a DataFrame with
-    a row for each reward. graded: whether grade.py says what is right, and not the verifier."""
-    names = [*rows[0]["rewards"]]
-    samples = sample_table([row | row["rewards"] for row in rows], *names)
+def say_judgement(lines, graded=False):
+    """Print what lines of samples.jsonl say about their rewards -> the table, a DataFrame with a
+    row for each reward. graded: whether grade.py says what is right, and not the verifier."""
+    lines = [line | {"rewards": line["rewards"] | {"any box": any_box(line)}} for line in lines]
+    names = [*lines[0]["rewards"]]
+    samples = sample_table([line | line["rewards"] for line in lines], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
-    print(f"{len(rows)} questions x {len(rows[0]['answers'])} samples: {sampled}")
+    print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     shown = table.map(lambda x: "-" if math.isnan(x) else brief(x)).set_axis(SHOWN, axis=1)
     print(shown.to_string())
-    print("from, to: 95% over questions; right, wrong: the mean of such samples; 0: share of right")
-    print("ones that receive nothing; equal, tiny: questions with equal rewards, or all < 1e-4")
+    print("from, to: 95% over questions; all: aim of all samples, also those without an answer")
+    print("right, wrong: the mean of such samples; 0: share of right ones that receive nothing")
+    print(
+        "equal, tiny: questions whose rewards are equal, or all < 1e-4; any box: 1 for any answer"
+    )
     if "cer" in names and samples.right.any():
         print("least CER of right answers; the model rarely writes such references:")
         for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
             answer = samples.loc[[k]].query("right").answers.iloc[0]
-            print(f"  {reward:.1e}  {answer!r:.35} for {' or '.join(rows[k]['references'])!r:.35}")
-    if not graded and any(row.get("verifier") == "text" for row in rows):
+            print(f"  {reward:.1e}  {answer!r:.35} for {' or '.join(lines[k]['references'])!r:.35}")
+    if not graded and any(line.get("verifier") == "text" for line in lines):
         print("By the verifier `text`, exact looks nearly perfect whatever it misses: grade first")
     return table
 
 
+def any_box(line):
+    """The control: a reward for nothing but an answer."""
+    return [float(bool(answer)) for answer in line["answers"]]
+
+
 def judge_rewards(samples, names):
     """-> how many questions have both right and wrong answers, and the table. samples: indexed by
-    question. The intervals are a bootstrap over questions."""
+    question."""
     answered = samples[samples.answered]
     groups = samples.groupby(level=0)[names]
     right, wrong = answered[answered.right][names], answered[~answered.right][names]
-    aucs = question_aucs(samples, names)
+    aucs = question_aucs(answered, names)
     both = len(aucs)
-    if not both:
-        aucs = numpy.full((1, len(names)), math.nan)
+    AUC, *of_AUC = interval(aucs, lambda drawn: drawn.mean(0), both)
+    cosine, *of_cosine = interval(advantage_products(answered, names), aim, both)
     columns = {
-        **interval("AUC", aucs, lambda drawn: drawn.mean(-2)),
-        **interval("aim", advantage_products(samples, names), aim),
+        "AUC": AUC,
+        "AUC, low": of_AUC[0],
+        "AUC, high": of_AUC[1],
+        "aim": cosine,
+        "aim, low": of_cosine[0],
+        "aim, high": of_cosine[1],
+        "aim of all samples": aim(advantage_products(samples, names)),
         "mean if right": right.mean(),
         "mean if wrong": wrong.mean(),
         "right, nothing": (right < TINY).mean(),
@@ -103,26 +108,31 @@ def judge_rewards(samples, names):
     return both, pandas.DataFrame(columns, index=names)
 
 
-def interval(name, of_questions, statistic, draws=2000):
-    """A statistic [rewards] of what each question has [questions, ...], with its 95% interval."""
-    chosen = numpy.random.default_rng(0).integers(
-        len(of_questions), size=(draws, len(of_questions))
-    )
-    # of_questions[chosen] is [draws, questions, ...], so a statistic counts axes from the end.
-    low, high = numpy.nanquantile(statistic(of_questions[chosen]), [0.025, 0.975], axis=0)
-    return {name: statistic(of_questions), f"{name}, low": low, f"{name}, high": high}
+def interval(of_questions, statistic, enough, draws=2000):
+    """A statistic of what each question has, and the ends of its 95% interval, by drawing questions
+    again -> three arrays. The ends are nan where fewer than FEW questions are enough: a single one
+    would always give itself. of_questions: [questions, ...]. statistic: of such an array."""
+    if not len(of_questions):
+        of_questions = numpy.full((1, *of_questions.shape[1:]), math.nan)
+    whole = statistic(of_questions)
+    if enough < FEW:
+        return whole, whole * math.nan, whole * math.nan
+    count = len(of_questions)
+    chosen = numpy.random.default_rng(0).integers(count, size=(draws, count))
+    drawn = numpy.array([statistic(of_questions[questions]) for questions in chosen])
+    return whole, *numpy.nanquantile(drawn, [0.025, 0.975], axis=0)
 
 
-def question_aucs(samples, names):
+def question_aucs(answered, names):
     """For each question that has right and wrong answers, and each reward, how often a right answer
     receives more than a wrong one; ties count half -> [questions, rewards]."""
     aucs = []
-    for _, group in samples[samples.answered].groupby(level=0):
+    for _, group in answered.groupby(level=0):
         right, wrong = (group[group.right == x][names].to_numpy() for x in (True, False))
         if len(right) and len(wrong):
             difference = right[:, None] - wrong
             aucs.append(((difference > 0) + 0.5 * (difference == 0)).mean((0, 1)))
-    return numpy.array(aucs)
+    return numpy.array(aucs).reshape(-1, len(names))
 
 
 def advantage_products(samples, names):
@@ -130,17 +140,18 @@ def advantage_products(samples, names):
     of the reward and T those of the truth -> [questions, rewards, 3]."""
     products = []
     for _, group in samples.groupby(level=0):
-        A = leave_one_out(torch.tensor(group[names].to_numpy(float).T))  # [rewards, N]
-        T = leave_one_out(torch.tensor(group.right.to_numpy(float)))  # [N]
-        products.append(torch.stack([(A * A).sum(1), A @ T, (T @ T).expand(len(A))], 1).numpy())
-    return numpy.array(products)
+        if len(group) > 1:
+            A = leave_one_out(torch.tensor(group[names].to_numpy(float).T))  # [rewards, n]
+            T = leave_one_out(torch.tensor(group.right.to_numpy(float)))  # [n]
+            products.append(torch.stack([(A * A).sum(1), A @ T, (T @ T).expand(len(A))], 1).numpy())
+    return numpy.array(products).reshape(-1, len(names), 3)
 
 
 def aim(products):
     """The cosine of all A with all T. nan where one of them is 0."""
-    AA, AT, TT = numpy.moveaxis(products.sum(-3), -1, 0)
-    with numpy.errstate(invalid="ignore"):
-        return AT / numpy.sqrt(AA * TT)
+    AA, AT, TT = products.sum(0).T
+    norms = numpy.sqrt(AA * TT)
+    return numpy.divide(AT, norms, out=numpy.full_like(AT, math.nan), where=norms > 0)
 
 
 def main():
@@ -156,31 +167,24 @@ def main():
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge-PID)")
-    add("--resume", action="store_true", help="go on in --out, with the same other flags")
     args = parser.parse_args()
     # CER comes first: plot.py draws the first reward's R.
     names = sorted(args.rewards.replace(" ", "").split(","), key=lambda name: name != "cer")
     cli.require({*names} <= {*KNOWN}, f"--rewards: expected some of {', '.join(KNOWN)}")
-    cli.require(args.out or not args.resume, "--resume needs --out")
     device = init_ranks()
-    rank, world = dist.get_rank(), dist.get_world_size()
     problems = load_problems(args.dataset, args.limit, args.verifier)
-    out = open_run_directory(args.out, "judge", args.resume)
+    out = open_run_directory(args.out, "judge")
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
-    problems, _ = usable_prompts(tokenizer, problems, args.dataset)
+    problems, _ = usable_prompts(tokenizer, problems, args.dataset, positions(actor) - 1)
     show_first(tokenizer, problems, args.dataset)
-
-    path, turn = out / "samples.jsonl", AT_ONCE * world
-    rows = read_rows(path, log=True) if path.exists() else []
-    rows = rows[: len(rows) // turn * turn]  # a kill may have come in the middle of a turn
-    write_atomically(path, to_jsonl(rows))
-    for start in cli.progress("questions", range(len(rows), len(problems), turn)):
-        seed_everything(args.seed, "judge", start)
-        mine = problems[start + AT_ONCE * rank :][:AT_ONCE]
-        rows += all_gather(sample_and_judge(actor, tokenizer, mine, names, args) if mine else [])
-        append_rows(path, rows[start:])
+    seed_everything(args.seed, "judge")
+    how = args.samples, args.max_new_tokens, names, AT_ONCE
+    lines, path = [], out / "samples.jsonl"
+    for some in sample_and_judge(actor, tokenizer, problems, *how):
+        append_rows(path, some)
+        lines += some
     if cli.is_rank_0():
-        table = say_judgement(rows)
+        table = say_judgement(lines)
         table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
         say_grade([problem.verifier for problem in problems], out)
         draw = f"python plot.py {out} --question 0"

@@ -8,9 +8,10 @@ group in samples.jsonl; 0 is the first and -1 the last. Figures are SVG unless -
 ending.
 """
 
-from runtime.cli import Parser, printable, require, run_script, shorten  # isort: split
+from runtime.cli import Parser, printable, require, run_script, say, shorten  # isort: split
 
 import math
+import warnings
 from pathlib import Path
 
 import matplotlib
@@ -20,14 +21,18 @@ import pandas
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
+from matplotlib.font_manager import get_font_names
 
 from runtime.files import read_config, read_rows
 
+CJK = "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans"
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
     "axes.spines.top": False,
     "axes.spines.right": False,
     "font.size": 13,
+    # matplotlib takes a missing character from the next font, if that is installed.
+    "font.family": ["DejaVu Sans", *(font for font in CJK if font in get_font_names())],
     "axes.titlesize": 14,
 }
 COLOURS = {  # of each reward, in every figure
@@ -141,7 +146,8 @@ SHARES = {"pass_at_1", "zero_advantage_groups", "answered", "truncated"}
 def draw_curves(runs, names, out):
     """Draw one panel per metric. Runs with the same name differ in the seed. All metrics except
     pass@1 are averaged over the last ten steps, or over all of a shorter run."""
-    tables = [pandas.DataFrame(read_log(run / "metrics.jsonl")).set_index("step") for run in runs]
+    tables = [pandas.DataFrame(read_log(run / "metrics.jsonl")) for run in runs]
+    tables = [table.groupby("step").first() for table in tables]  # an evaluation is a line, too
     window = max(1, min(10, *(table.index.max() for table in tables)))
     panels = [key for key in PANELS if any(key in table for table in tables)]
     height = math.ceil(len(panels) / 4)
@@ -196,7 +202,13 @@ def names_of(runs):
 
 
 def save(figure, out):
-    figure.savefig(out, bbox_inches="tight", dpi=110)
+    with warnings.catch_warnings(record=True) as caught:
+        figure.savefig(out, bbox_inches="tight", dpi=110)
+    if missing := {
+        str(each.message) for each in caught if "missing from font" in str(each.message)
+    }:
+        some = f"{len(missing)} characters are in no installed font"
+        say(f"{some} and are drawn as boxes (for Chinese, Japanese, Korean: install Noto Sans CJK)")
     plt.close(figure)
     print(out)
 

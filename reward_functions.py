@@ -6,9 +6,6 @@ they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer. It 
 a reward of your own add a function and a line to REWARDS.
 """
 
-import collections
-import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,8 +15,9 @@ import cer
 from rloo import rloo_rows, verifree_rows
 from rollout import Group
 from runtime.cli import progress, require
+from runtime.report import verbatim
 from tasks import general_verifier
-from tasks.verifiers import verify
+from tasks.verifiers import verify, words
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def judge(
     if asked & {"verifier", "model"}:
         pairs = [(group.problem, answer) for group in groups for answer in group.answers]
         if "model" in asked:
-            verdicts = verify(pairs, lambda some: general_verifier.ask(some, verifier_model))
+            verdicts = verify(pairs, lambda some: general_verifier.ask(some, verifier_model)[0])
         else:
             verdicts = verify(pairs)
         of_group = iter(verdicts)
@@ -62,7 +60,7 @@ def conditional_expectation(judged):
 def exact_match(judged):
     """1 where the answer is a reference verbatim."""
     references = judged.group.problem.references
-    return torch.tensor([float(answer in references) for answer in judged.group.answers])
+    return torch.tensor([float(verbatim(answer, references)) for answer in judged.group.answers])
 
 
 def verdict(judged):
@@ -86,14 +84,8 @@ def overlap(judged):
     return torch.tensor([max(f1(answer, each) for each in references) for answer in answers])
 
 
-def words(text):
-    """Its words and how often each occurs, apart from case, punctuation and articles."""
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return collections.Counter(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
 def f1(one, other):
-    """For two Counters twice what they share over what they hold, in [0, 1]."""
+    """For two Counters of words twice what they share over what they hold, in [0, 1]."""
     return 2 * (one & other).total() / max(1, one.total() + other.total())
 
 

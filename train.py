@@ -82,8 +82,8 @@ def main():
     # Evaluate before the first step, or what a kill has left unevaluated.
     step = first_step - 1
     due = step % args.eval_every == 0 or step == last_step
-    if held_out and due and not log.has_evaluation():
-        log.evaluated(*evaluation(actor, tokenizer, held_out, args))
+    if held_out and due and not log.has_evaluation:
+        log.evaluated(step, *evaluation(actor, tokenizer, held_out, args))
 
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
@@ -114,17 +114,19 @@ def main():
         log.lap("update")
 
         # 6. Report, save, evaluate.
-        last, stopping = step == last_step, stop.agreed()
+        last, stopping = step == last_step, stop.after(grad_norm)
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
         log.step(step, judged, R, A, numbers)
         evaluating = held_out and (last or (step % args.eval_every == 0 and not stopping))
         if last or stopping or evaluating or step % args.save_every == 0:
             save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
         if evaluating:
-            log.evaluated(*evaluation(actor, tokenizer, held_out, args))
+            log.evaluated(step, *evaluation(actor, tokenizer, held_out, args))
         if stopping:
             break
 
+    problem = f"the gradient was not finite in steps {step - 2} to {step}"
+    cli.require(stop.skipped < 3, f"{problem}: start a new run with a lower --lr")
     dist.destroy_process_group()
     if step < last_step:
         log.stopped(step)

@@ -26,7 +26,7 @@ import pandas
 import torch
 
 from cer import cer
-from grade import Grades, read_lines, read_samples, verdicts
+from grade import Grades, draw, read_lines
 from judge import advantage_products, aim, interval, judge_rewards, question_aucs
 from reward_functions import f1, words
 from runtime.report import RARE
@@ -68,13 +68,10 @@ def rows(lines):
 def sample_lines(directory, name, lines, by):
     """-> a row for each sample. Of a list, such as cer, the numbers are those of the references."""
     groups = read_lines(directory)
-    samples = read_samples([directory])
-    right = samples.verifier
+    graded = groups
     if by != "verifier":
-        questions = [group["question"] for group in groups]
-        right = verdicts(samples, questions, Grades([directory]).of.get(by, {}))
-    samples["right"] = [None if pandas.isna(each) else int(each) for each in right]
-    of_question = dict(list(samples.groupby("question", sort=False)))
+        graded = Grades(directory / "grades.jsonl").column(draw(groups, len(groups), seed=0), by)
+    right_of = {group["question"]: group["right"] for group in graded}
     for line, group in zip(numbers(lines), groups, strict=True):
         log_W = torch.tensor(finite(group["log_W"])).view(
             len(group["distinct_answers"]), len(group["columns"])
@@ -85,11 +82,11 @@ def sample_lines(directory, name, lines, by):
         rho = torch.stack([cer(log_W, log_P) for log_P in log_references], 1)  # [U, K]
         columns = {i: c for c, i in enumerate(group["columns"])}
         zeros = [0.0] * len(group["references"])
-        rows = of_question[group["question"]]
-        for i, (answer, right) in enumerate(zip(group["answers"], rows.right)):
+        rights = right_of.get(group["question"], [None] * len(group["answers"]))
+        for i, (answer, right) in enumerate(zip(group["answers"], rights)):
             of_sample = {"data": name, "line": line, "sample": i, "answer": answer or ""}
             plain = plain_text(answer or "")
-            of_sample["right"] = right
+            of_sample["right"] = None if right is None else int(right)
             of_sample["text"] = [
                 int(bool(answer) and plain == plain_text(each)) for each in group["references"]
             ]
@@ -164,7 +161,7 @@ def tell(samples):
         best = frame.groupby(level=0)[list(NAMES)].max()
         table["median of best"], table["groups < 1e-4"] = best.median(), (best < RARE).mean()
         table["groups equal"] = table["groups, equal"] / len(groups)
-        tables[which] = aucs = question_aucs(frame, list(NAMES))
+        tables[which] = aucs = question_aucs(frame[frame.answered], list(NAMES))
         rights = frame[frame.answered].groupby(level=0).right
         pairs = (rights.sum() * (rights.size() - rights.sum())).sum()
         products = advantage_products(frame, list(NAMES))
@@ -174,15 +171,15 @@ def tell(samples):
         print(shown.round(3).to_string())
         differences = aucs[:, :1] - aucs[:, 1:]
         say_differences("AUC: cer minus", NAMES[1:], differences)
-        of = interval("d", products, lambda drawn: aim(drawn)[..., :1] - aim(drawn)[..., 1:])
-        for name, *values in zip(NAMES[1:], of["d"], of["d, low"], of["d, high"]):
+        of = interval(products, lambda drawn: aim(drawn)[0] - aim(drawn)[1:], len(products))
+        for name, *values in zip(NAMES[1:], *of):
             print("aim: cer minus {}: {:.3f} ({:.3f} to {:.3f})".format(name, *values))
     say_differences("AUC: all minus one reference,", NAMES, tables["all"] - tables[0])
 
 
 def say_differences(title, names, differences):
-    of = interval("d", differences, lambda drawn: drawn.mean(-2))
-    for name, *numbers_ in zip(names, of["d"], of["d, low"], of["d, high"]):
+    of = interval(differences, lambda drawn: drawn.mean(0), len(differences))
+    for name, *numbers_ in zip(names, *of):
         print(f"{title} {name}: {numbers_[0]:.3f} ({numbers_[1]:.3f} to {numbers_[2]:.3f})")
 
 
@@ -239,7 +236,8 @@ def other_wordings(samples):
     verbatim; and, which was not declared, only those that have no word in common with one."""
     frame = with_rewards(samples, "all")
     for title, reward in ("not verbatim", "exact"), ("without a word in common", "overlap"):
-        aucs = question_aucs(frame[~frame.right | (frame[reward] == 0)], list(NAMES))
+        kept = frame[frame.answered & (~frame.right | (frame[reward] == 0))]
+        aucs = question_aucs(kept, list(NAMES))
         print(f"{title}: {len(aucs)} questions")
         if len(aucs):
             print(f"AUC: {dict(zip(NAMES, aucs.mean(0).round(3).tolist()))}")

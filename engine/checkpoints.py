@@ -1,5 +1,6 @@
 """Save and resume the state of a run."""
 
+import math
 import os
 import shutil
 from hashlib import sha256
@@ -7,6 +8,7 @@ from hashlib import sha256
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -55,14 +57,20 @@ def reason(error):
 
 def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     """Save out/checkpoints/step-K/, a Hugging Face directory. Its folder training/ is for --resume;
-    every rank writes its own shards there. It is written as `partial` and renamed when it is
-    complete, and it gets that name back before it is deleted, so step-K is always complete."""
+    every rank writes its own shards there, as safetensors. It is written as `partial` and renamed
+    when it is complete, and it gets that name back before it is deleted, so step-K is always
+    complete. A file is held in host memory twice while it is written, so no file has more than 32
+    tensors."""
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
     if is_rank_0():
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     try:
-        dcp.save(training_state(policy, optimizer), checkpoint_id=partial / "training")
+        state = training_state(policy, optimizer)
+        file_of = {name: 1 + number // 32 for number, name in enumerate(state)}
+        folder = str(partial / "training")
+        writer = hf_storage.HuggingFaceStorageWriter(folder, file_of, save_distributed=True)
+        dcp.save(state, storage_writer=writer)
         if is_rank_0():
             export(actor, tokenizer, partial)
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
@@ -86,8 +94,15 @@ def load_checkpoint(out, policy, optimizer):
     if not checkpoints(out):
         return 0
     step, directory = checkpoints(out)[-1]
+    state = training_state(policy, optimizer)
     try:
-        dcp.load(training_state(policy, optimizer), checkpoint_id=directory / "training")
+        reader = hf_storage.HuggingFaceStorageReader(str(directory / "training"))
+        saved = reader.read_metadata().state_dict_metadata
+        for name, tensor in state.items():  # dcp.load would leave what is missing as it is
+            chunks = saved[name].chunks if name in saved else []
+            there, all_ = sum(math.prod(chunk.sizes) for chunk in chunks), tensor.numel()
+            require(there == all_, f"it holds {there:,} of the {all_:,} numbers of {name}")
+        dcp.load(state, storage_reader=reader)
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
         helps = f"restore its files and the run's --model, or remove {directory}"
         raise InputError(f"{directory}/training: {reason(error)}; {helps}") from error

@@ -51,8 +51,8 @@ def generate(
     the longest one ends. A piece prefills its rows again. This costs one forward pass, but no KV
     cache is kept between pieces.
     """
-    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
-    rows = [Row(prompt, max(1, min(max_new_tokens, positions - len(prompt)))) for prompt in prompts]
+    most = positions(model)
+    rows = [Row(prompt, max(1, min(max_new_tokens, most - len(prompt)))) for prompt in prompts]
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
     bar = progress(name, unit=" tokens", unit_scale=True)
     while unfinished := [row for row in rows if row.room > 0]:
@@ -124,6 +124,11 @@ def read_once(model, so_far, ids, mask, cache):
     )
     copies = [different.index(row) for row in rows]
     cache.reorder_cache(torch.tensor(copies, device=model.device))
+
+
+def positions(model):
+    """How many tokens a row may have."""
+    return getattr(model.config, "max_position_embeddings", None) or math.inf
 
 
 def row_bytes(model, tokens, more):

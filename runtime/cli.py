@@ -5,8 +5,8 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
-import unicodedata
 from pathlib import Path
 
 from tqdm import tqdm
@@ -50,6 +50,9 @@ def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
     be used and a GPU out of memory become one line on stderr and exit code 2. So does Ctrl-C, with
     130, unless main() handles it."""
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, "reconfigure"):  # a terminal may not be UTF-8
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     if not is_rank_0():
@@ -124,10 +127,15 @@ def shorten(text, most):
     return text if len(text) <= most else f"{text[:half]} [...] {text[-half:]}"
 
 
+# Control characters except tabs and line ends, those that turn the direction of text, surrogates.
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+
 def printable(text):
-    """A text without control characters, which could move a terminal's cursor, hide text, or make
-    an SVG invalid."""
-    return "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)
+    """A text without what could move a terminal's cursor, hide text, or make an SVG invalid."""
+    return UNPRINTABLE.sub("\ufffd", text)
 
 
 class Lines:
@@ -138,10 +146,11 @@ class Lines:
             say(text.strip())
 
 
-def progress(name, iterable=None, **options):
+def progress(name, iterable=None, disable=False, **options):
     """tqdm's bar for one part of a step, on rank 0. On a terminal it appears after ten seconds.
     Elsewhere it prints a line a minute."""
     pace = {"delay": 10}
     if not sys.stderr.isatty():
-        pace = {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1}
-    return tqdm(iterable, name, leave=False, disable=not is_rank_0(), **pace, **options)
+        pace = {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1, "position": 0}
+    hidden = {"disable": disable or not is_rank_0()}
+    return tqdm(iterable, name, leave=False, **hidden, **pace, **options)

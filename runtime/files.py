@@ -36,7 +36,7 @@ def read_rows(path: str | Path, log: bool = False) -> list[dict]:
 
 def parse_rows(path, ending, log):
     if ending == ".parquet":
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return table_rows(pyarrow.parquet.read_table(path))
     text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
     if text.lstrip().startswith("["):  # the file is one list
         return json.loads(text)
@@ -44,6 +44,22 @@ def parse_rows(path, ending, log):
     if log:
         lines.pop()  # empty, or half a line that a kill has left
     return (json.loads(line) for line in lines if line.strip())
+
+
+def table_rows(table):
+    """The rows of a pyarrow table as dicts. Numbers of 32 bits are read as they are printed, since
+    .1 would become 0.10000000149011612."""
+    schema = table.schema
+    for kind in pyarrow.string(), pyarrow.float64():
+        fields = []
+        for name, of in zip(schema.names, schema.types):
+            if of == pyarrow.float32():
+                of = kind
+            elif getattr(of, "value_type", None) == pyarrow.float32():
+                of = pyarrow.list_(kind)
+            fields.append((name, of))
+        table = table.cast(pyarrow.schema(fields))
+    return table.to_pylist()
 
 
 def write_atomically(path: Path, text: str) -> None:

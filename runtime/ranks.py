@@ -2,6 +2,7 @@
 
 import atexit
 import datetime
+import math
 import os
 import random
 import signal
@@ -73,12 +74,14 @@ def seed_everything(*key):
 
 
 class Stop:
-    """What ends a run before its last step: SIGTERM, SIGHUP or Ctrl-C. The run finishes its step
-    and saves. Further signals change nothing, since torchrun and SLURM may both pass on the same
-    one."""
+    """What ends a run before its last step: SIGTERM, SIGHUP or Ctrl-C, or three gradients in a row
+    that are not finite, so that an unattended run does not burn days. The run finishes its step and
+    saves. Further signals change nothing, since torchrun and SLURM may both pass on the same one.
+    """
 
     def __init__(self):
         self.received = self.signal = 0  # the signal of this rank, and of any rank after a step
+        self.skipped = 0  # updates in a row whose gradient was not finite
         for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.request)
@@ -87,7 +90,8 @@ class Stop:
         self.received = number
         say(f"{signal.Signals(number).name}: stopping after this step (kill -9 stops now)")
 
-    def agreed(self):
+    def after(self, grad_norm):
         """Whether the run stops after this step. All ranks call this together."""
         self.signal = max(all_gather([self.received]))
-        return bool(self.signal)
+        self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
+        return bool(self.signal) or self.skipped == 3

@@ -5,6 +5,7 @@ import datetime
 import json
 import math
 import time
+import unicodedata
 
 import pandas
 import torch
@@ -23,14 +24,21 @@ RARE = 1e-4  # a question without a larger reward has hardly any weight beside t
 # --------------------------------------------------------------------------------------- in numbers
 
 
+def verbatim(answer, references):
+    """Whether an answer is one of the references, which are composed (NFC) when they are loaded."""
+    return unicodedata.normalize("NFC", answer or "") in references
+
+
 def group_metrics(judged, R, A):
     """The metrics of one group. R, A [N]."""
     group, N = judged.group, len(R)
     numbers = {
         "reward": R.mean().item(),
-        "exact_match": sum(answer in group.problem.references for answer in group.answers) / N,
+        "exact_match": sum(verbatim(a, group.problem.references) for a in group.answers) / N,
         "answered": sum(bool(answer) for answer in group.answers) / N,  # an empty box is none
         "truncated": sum(group.truncated) / N,
+        "unique_answers": len({*group.answers} - {None, ""}),
+        "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
         "completion_tokens": sum(len(ids) for ids in group.completions) / N,
         "zero_advantage_groups": float(not A.any()),
         "tiny_reward_groups": float(0 < R.max() < TINY),
@@ -75,8 +83,9 @@ def sample_table(lines, *more):
     names of other lists of N."""
     names = ["answers", "right", "truncated", *more]
     samples = pandas.DataFrame(lines)[names].explode(names).infer_objects()
-    samples["answered"] = samples.answers.fillna("") != ""  # an empty box is no answer
-    samples["verbatim"] = [a in lines[k]["references"] for k, a in samples.answers.items()]
+    answers = samples.answers.fillna("")  # an empty box is no answer
+    samples["answered"] = answers != ""
+    samples["verbatim"] = [verbatim(a, lines[k]["references"]) for k, a in answers.items()]
     return samples
 
 
@@ -135,29 +144,34 @@ def pass_at_1_change(rows):
 # ------------------------------------------------------------------------------------------ the log
 
 
+LOGS = "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl"
+
+
 class RunLog:
-    """Rank 0 prints, and writes config.json, metrics.jsonl (one line per step), samples.jsonl (the
-    first groups of each step), questions.jsonl (the largest reward of each group) and
-    evaluations.jsonl (all held-out samples). All ranks call it, and gather what rank 0 writes."""
+    """Rank 0 prints, and appends to metrics.jsonl (a line per step, and one per evaluation),
+    samples.jsonl (the first groups of each step), questions.jsonl (the largest reward of each
+    group) and evaluations.jsonl (all held-out samples). All ranks call it, and gather what rank 0
+    writes."""
 
     def __init__(self, out, args, data, first_step, last_step):
         self.out, self.args = out, args
-        self.warned, self.started = set(), None
         self.first_step, self.last_step = first_step, last_step
-        kept = {}  # the steps before the first one; a resumed run repeats later steps
-        for name in "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl":
-            rows = read_rows(out / name, log=True) if first_step > 1 else []
-            kept[name] = [row for row in rows if row["step"] < first_step]
-        # A kill may have come between the two writes of an evaluation.
-        complete = {line["step"] for line in kept["metrics.jsonl"] if "pass_at_1" in line}
-        kept["evaluations.jsonl"] = [r for r in kept["evaluations.jsonl"] if r["step"] in complete]
-        self.lines = kept["metrics.jsonl"] or [{"step": first_step - 1}]
+        self.warned, self.started = set(), None
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
         config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
         config["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
-        for name, rows in kept.items():
-            write_atomically(out / name, to_jsonl(rows))
+        # A resumed run repeats the steps after its checkpoint. A kill may also have left an
+        # evaluation whose samples are written and whose line in metrics.jsonl is not.
+        rows = {name: read_rows(out / name, log=True) if first_step > 1 else [] for name in LOGS}
+        complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
+        for name in LOGS:
+            kept = [row for row in rows[name] if row["step"] < first_step]
+            if name == "evaluations.jsonl":
+                kept = [row for row in kept if row["step"] in complete]
+            write_atomically(out / name, to_jsonl(kept))
+        # Whether the weights that this process starts from have been evaluated.
+        self.has_evaluation = first_step - 1 in complete
 
     def header(self, actor, problems, memory):
         """Print the first lines of a run. memory: what memory.py says."""
@@ -172,19 +186,16 @@ class RunLog:
         say(f"{model}: {parameters:,} parameters, {ranks} x {actor.device.type}")
         say(f"{memory}\nfiles: {self.out}")
 
-    def has_evaluation(self):
-        """Whether the weights that this process starts from have been evaluated."""
-        return "pass_at_1" in self.lines[-1]
-
-    def evaluated(self, summary, records):
-        """Write and print an evaluation of the last step's weights, and one of its samples."""
-        numbers = {"pass_at_1": summary["pass_at_1"], "pass_at_1_stderr": summary["stderr"]}
-        self.lines[-1] |= numbers | {"eval_exact_match": summary["exact_match"]}
-        step, sample = self.lines[-1]["step"], records[0]
-        append_rows(self.out / "evaluations.jsonl", [{"step": step} | row for row in records])
-        write_atomically(self.out / "metrics.jsonl", to_jsonl(self.lines))
+    def evaluated(self, step, summary, lines):
+        """Write and print an evaluation of a step's weights, and one of its samples."""
+        pass_at_1, error = summary["pass_at_1"], summary["stderr"]
+        numbers = {"step": step, "pass_at_1": pass_at_1, "pass_at_1_stderr": error}
+        numbers["eval_exact_match"] = summary["exact_match"]
+        append_rows(self.out / "evaluations.jsonl", [{"step": step} | line for line in lines])
+        append_rows(self.out / "metrics.jsonl", [numbers])
         when = f"after step {step}" if step else "before training"
-        say(f"{when}  pass@1 {with_error(summary['pass_at_1'], summary['stderr'])}")
+        say(f"{when}  pass@1 {with_error(pass_at_1, error)}")
+        sample = lines[0]
         a_star = " or ".join(sample["references"])
         right = "right" if sample["right"][0] else f"wrong, a* is {a_star}"
         question, text = (
@@ -213,7 +224,6 @@ class RunLog:
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
         sampled = line["completion_tokens"] * R.shape[1] * len(described)
         line["tokens_per_second"] = sampled / sum(self.seconds.values())
-        self.lines.append(line)
         append_rows(self.out / "metrics.jsonl", [line])
         append_rows(self.out / "questions.jsonl", all_gather(best))
         kept = [
@@ -250,7 +260,8 @@ class RunLog:
         print(f"{self.args.reward} on {self.args.dataset}")
         if rows := read_rows(self.out / "evaluations.jsonl"):
             print(f"  pass@1            {pass_at_1_change(pandas.DataFrame(rows))}")
-        steps = pandas.DataFrame([line for line in self.lines if "seconds" in line])
+        lines = read_rows(self.out / "metrics.jsonl")
+        steps = pandas.DataFrame([line for line in lines if "seconds" in line])
         largest = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
         best = largest.groupby("question", sort=False).best.max()
         span = min(10, math.ceil(len(steps) / 2))  # since single steps ask different questions

@@ -7,13 +7,14 @@ import collections
 import math
 import random
 import re
+import unicodedata
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
 from engine.tokens import split_answer
 from runtime.cli import InputError, as_input_error, require, say
-from runtime.files import FORMATS, read_rows
+from runtime.files import FORMATS, read_rows, table_rows
 from tasks import toy
 from tasks.verifiers import VERIFIERS
 
@@ -21,7 +22,7 @@ from tasks.verifiers import VERIFIERS
 @dataclass(frozen=True)
 class Problem:
     question: str  # q, with the options of a multiple-choice question as lines "A: ..."
-    reference: str  # a*, as the data set has it, without white space at its ends
+    reference: str  # a*, as the data set has it, but tidy
     verifier: str = "math"  # how answers are verified: a name in verifiers.VERIFIERS
     others: tuple[str, ...] = ()  # what else would be right as well, in other words
 
@@ -83,6 +84,9 @@ def load_problems(
     lines = [f"left out: {count}" for count in counts]
     if unknown := [column for column in columns if column not in COLUMNS]:
         lines.append(f"these columns are not used: {', '.join(unknown)}")
+    counts = collections.Counter(problem.question for problem in problems)
+    if repeated := len(problems) - len(counts):
+        lines.append(f"{repeated} rows repeat the question of another one, maybe with its answer")
     if several := sum(len(problem.references) > 1 for problem in problems):
         of = f"{several} of {len(problems)}"
         lines.append(f"{of} answers are lists: one of the list is enough")
@@ -119,7 +123,8 @@ def hub_rows(path, config, split):
     import datasets
 
     with as_input_error(f"cannot load {path} from the Hugging Face hub"):
-        return datasets.load_dataset(path, config, split=split or "train").to_list()
+        data_set = datasets.load_dataset(path, config, split=split or "train")
+    return table_rows(data_set.with_format("arrow")[:])
 
 
 def beyond_mathematics(row):
@@ -152,32 +157,47 @@ def find_options(row):
 
 def find_references(row, options):
     """The distinct references of a row, at least one. A list holds several people's answers, or
-    several wordings; blank ones are left out."""
+    several wordings, and those that cannot be used are left out."""
     answer = (options and row.get("answer_letter")) or row.get("answer")
     if answer in (None, "", []):
         box = split_answer(as_text(row.get("solution")) or "")
         answer = box[1] if box else ""
-    several = answer if isinstance(answer, list) else [answer]
-    given = [each for each in several if each not in (None, "")] or [""]
-    return list(dict.fromkeys(find_reference(each, options) for each in given))
+    found = []
+    for each in answer if isinstance(answer, list) else [answer]:
+        try:
+            found.append(find_reference(each, options))
+        except InputError as reason:
+            problem = reason
+    if not found:
+        raise problem
+    return list(dict.fromkeys(found))
 
 
 def find_reference(answer, options):
     """A reference verbatim, except that numbers become text, and that white space at its ends and a
     box around all of it are taken off. With options it is the letter of the one that is named."""
-    text = (as_text(answer) or "").strip()
+    text = tidy(as_text(answer) or "")
     _, mark, last_line = text.rpartition("####")  # GSM8K writes its working before this mark
     if mark and "\n" not in last_line.strip():
         text = re.sub(r"^\$(?=[\d.,]+$)", "", last_line.strip())
     box = split_answer(text)
     if box and text == rf"\boxed{{{box[1]}}}":
-        text = box[1].strip()
+        text = tidy(box[1])
     require(text, "no reference (`answer` as text or number, or `solution` with a box)")
+    is_list = re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", text)
+    require(not is_list, "the reference is a list written as text: make it a list of JSON")
     if options:
         return letter_of(text if isinstance(answer, str) else answer, options)
     whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
     require(whole, "the reference holds another box, or unmatched braces")
     return text
+
+
+def tidy(text):
+    """A text with composed accents (NFC), and without white space and invisible characters (such as
+    a zero-width space) at its ends."""
+    text = unicodedata.normalize("NFC", text)
+    return text.strip("".join(c for c in text if c.isspace() or unicodedata.category(c) == "Cf"))
 
 
 def letter_of(answer, options):

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 from engine.sampling import generate
-from runtime.cli import require, say
-from tasks.prompts import encode_plain
+from engine.tokens import vocabulary
+from runtime.cli import as_input_error, require, say, shorten
+from tasks.prompts import around_message, encode_plain
 
 VERIFIER_TOKENS = 1024  # longest reply
 FIELDS = re.compile(r"\{(question|reference|answer)\}")
@@ -26,21 +27,27 @@ incorrect, output "Final Decision: No". Assistant:"""
 
 
 def ask(pairs, verifier_model, prompt=None):
-    """(problem, answer) pairs -> whether each is right, list of bool, by greedy decoding. A reply
-    without a decision counts as No. verifier_model: (model, tokenizer). prompt: another wording
-    with {question}, {reference} and {answer}, which goes through the model's chat template."""
+    """(problem, answer) pairs -> whether each is right, list of bool, and the replies, by greedy
+    decoding. A reply that holds no decision, or does not end, counts as No. verifier_model: (model,
+    tokenizer). prompt: another wording with {question}, {reference} and {answer}, which goes
+    through the model's chat template."""
     model, tokenizer = verifier_model
     prompts = [encode(tokenizer, pair, prompt) for pair in pairs]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
-    decisions = [decision(tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
-    if undecided := decisions.count(None):
-        say(f"the verifier's model: {undecided} of {len(decisions)} replies hold no decision")
-    return [decided is True for decided in decisions]
+    stops = model.generation_config.eos_token_id
+    replies = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
+    ended = [ids[-1] in stops for ids in outputs]
+    decisions = [decision(reply) if end else None for reply, end in zip(replies, ended)]
+    if undecided := [reply for reply, decided in zip(replies, decisions) if decided is None]:
+        count = f"{len(undecided)} of {len(replies)} replies hold no decision"
+        say(f"the verifier's model: {count}, such as {shorten(undecided[0], 200)!r}")
+    return [decided is True for decided in decisions], replies
 
 
 def read_prompt(path: str) -> str:
     """Another wording, from a file, checked."""
-    prompt = Path(path).read_text(encoding="utf-8")
+    with as_input_error(f"cannot read the prompt {path}"):
+        prompt = Path(path).read_text(encoding="utf-8")
     complete = {*FIELDS.findall(prompt)} == {"question", "reference", "answer"}
     require(complete, f"{path} needs {{question}}, {{reference}} and {{answer}}")
     return prompt
@@ -54,16 +61,21 @@ def encode(tokenizer, pair, prompt):
     reference = " or ".join(problem.references)
     values = {"question": problem.question, "reference": reference, "answer": answer}
     text = FIELDS.sub(lambda field: values[field[1]], prompt or VERIFIER_PROMPT)
-    if prompt and tokenizer.chat_template:
-        messages = [{"role": "user", "content": text}]
-        options = {"add_generation_prompt": True, "return_dict": False}
-        return tokenizer.apply_chat_template(messages, **options)
-    # Names of special tokens are spelled as ordinary text: a policy could learn to write them.
+    if prompt:
+        before, after = around_message(tokenizer)
+        return before + vocabulary(tokenizer).encode(text) + after
     return encode_plain(tokenizer, text, split_special_tokens=True)
 
 
+MARKS = r"[\s*_#`$]*"  # Markdown's
+DECISION = re.compile(
+    rf"Final Decision{MARKS}[:：]?{MARKS}(?:\\boxed\{{)?(Yes|No)[}}*_`$ ]*(?=[.!\n]|$)",
+    re.IGNORECASE,
+)
+
+
 def decision(reply):
-    """The last decision in a reply, True for Yes, or None. One that is quoted, as in an echo of the
-    prompt, is none, and neither is "Yes/No"."""
-    found = re.findall(r"""Final Decision:[\s*]*(Yes|No)\b(?![/"'])""", reply, re.IGNORECASE)
+    """The last decision in a reply, True for Yes, or None. It ends a line or a sentence, so it is
+    none if it is quoted, as in an echo of the prompt, or goes on ("Yes or No", "Yes if")."""
+    found = DECISION.findall(reply)
     return found[-1].lower() == "yes" if found else None

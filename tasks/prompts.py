@@ -29,6 +29,20 @@ def encode_prompt(tokenizer, problem):
         return tokenizer.apply_chat_template(messages, **options)
 
 
+def around_message(tokenizer):
+    """The token ids that a chat template puts before and after a user's message. The message is
+    encoded on its own, with the names of special tokens as ordinary text: it may hold an answer,
+    and a policy could learn to write them. Without a template there is nothing around it."""
+    if not tokenizer.chat_template:
+        return [], []
+    mark = "\x00"
+    messages = [{"role": "user", "content": mark}]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    before, after = chat.split(mark)
+    encode = tokenizer.encode
+    return encode(before, add_special_tokens=False), encode(after, add_special_tokens=False)
+
+
 def encode_plain(tokenizer, text, **options):
     """A prompt without a template as token ids. Some tokenizers end each text with their
     end-of-text token, after which a model would begin another text."""

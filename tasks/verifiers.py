@@ -58,11 +58,6 @@ def plain_formula(text):
     return plain.strip() or text
 
 
-def compatible(text):
-    """Plain characters for their variants, such as full-width digits (Unicode's NFKC)."""
-    return unicodedata.normalize("NFKC", text)
-
-
 MARKUP = re.compile(r"\\(?:text|math)\w*\s*\{([^{}]*)\}|[$*]")
 LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[:.)]?|[:.)]\s.*)", re.DOTALL)
 SECOND_LETTER = re.compile(r"(?:\bor|\band|[,;\n])[ \t]*\(?[A-Z][:.)]\s")
@@ -82,25 +77,54 @@ def letter_in(text):
     return letter[1] if letter and not SECOND_LETTER.search(plain) else text
 
 
-PUNCTUATION = " .,;:!?\"'`“”„‘’«»"
-LEADING_PUNCTUATION = re.compile(rf"((?!\.\d)[{PUNCTUATION}])*")  # the point of .5 is not
-
-
 def same_text(answer, reference):
-    r"""Whether both are equal apart from case, white space, \text{}, $, and punctuation and quotes
-    at the ends. Unicode's compatible forms count as equal (ﬁ and fi), but not 10² and 102."""
+    r"""Whether both are equal apart from case, white space, \text{}, $, and punctuation at the
+    ends. Unicode's variants of a character count as equal (ﬁ and fi, “ and ", – and -), but not 10²
+    and 102."""
     return plain_text(answer) == plain_text(reference)
 
 
 def plain_text(text):
+    """What is left of a text for `text` and for words()."""
     # Before NFKC turns a raised 2 into a plain one.
-    plain = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda raised: f"^{raised[0]}", text)
-    plain = compatible(plain).casefold()
+    plain = re.sub("[⁰¹²³⁴-⁹]+", lambda raised: f"^{raised[0]}", text)
+    plain = unicodedata.normalize("NFKC", plain).casefold()
     plain = re.sub(r"\\text *\{([^{}]*)\}", r"\1", plain)
     plain = re.sub(r"\\?\$", "", plain)
-    plain = " ".join(plain.split()).rstrip(PUNCTUATION)
-    # A text of punctuation alone stays as it is.
-    return plain[LEADING_PUNCTUATION.match(plain).end() :] or text
+    plain = " ".join("".join(map(plain_character, plain)).split())
+    ends = "".join(c for c in plain if c == "'" or unicodedata.category(c) == "Po")
+    ends = re.escape(re.sub(r"[%#&@*/\\]", "", ends)) + " "  # these say something
+    # The point of .5 stays, and so does a text of punctuation alone.
+    return re.sub(rf"^(?:(?!\.\d)[{ends}])+|[{ends}]+$", "", plain) or text
+
+
+def plain_character(c):
+    """One dash for all dashes and one quote for all quotes. Invisible characters go."""
+    kind = unicodedata.category(c)
+    if kind == "Cf":
+        return ""
+    is_quote = kind in ("Pi", "Pf") or c in '"„‚`´'
+    return "-" if kind == "Pd" or c == "−" else "'" if is_quote else c
+
+
+# Thai, Lao, Burmese, Khmer, Japanese and Chinese are written without spaces.
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
+
+
+def words(text):
+    """The words of a text and how often each occurs, much as SQuAD compares them: plain_text
+    without punctuation (except the sign of a number) and articles. In scripts without spaces each
+    character is a word."""
+    plain = plain_text(text)
+    bare = "".join(c for c in re.sub(r"(?<!\w)-(?=\.?\d)", "−", plain) if not is_punctuation(c))
+    found = re.findall(rf"[{UNSPACED}]|[^\s{UNSPACED}]+", bare)
+    # What is nothing else stays as it is: "A", or "+".
+    found = [word for word in found if word not in ("a", "an", "the")] or plain.split()
+    return collections.Counter(found)
+
+
+def is_punctuation(c):
+    return unicodedata.category(c)[0] == "P"
 
 
 # The names are what the rows of a data set use (tasks.data.Problem.verifier).
@@ -128,8 +152,12 @@ def verify(pairs: list[tuple], ask=None) -> list[bool]:
     for name, its_pairs in by_verifier.items():
         decide = ask or BATCHED.get(name) or functools.partial(by_program, name)
         verdicts = decide(its_pairs)
-        bools = len(verdicts) == len(its_pairs) and all(isinstance(x, bool) for x in verdicts)
-        require(bools, f"the verifier {name!r} must return a bool per answer, not {verdicts!r:.80}")
+        is_list = isinstance(verdicts, list) and len(verdicts) == len(its_pairs)
+        bools = is_list and all(isinstance(x, bool) for x in verdicts)
+        require(
+            bools,
+            f"the verifier {name!r} must return a list, a bool per answer, not {verdicts!r:.80}",
+        )
         right.update(pair for pair, verdict in zip(its_pairs, verdicts) if verdict)
     return [pair in right for pair in pairs]
 

@@ -181,6 +181,11 @@ def stopped_run(tmp_path, finished_run):
 LOGS = "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl"
 
 
+def steps_of(run):
+    """The lines of metrics.jsonl that are no evaluations."""
+    return [line for line in read_rows(run / "metrics.jsonl") if "reward" in line]
+
+
 def written_by(run):
     """All logs, without the times in them, and the last weights: equal for equal runs."""
     lines = [line for name in LOGS for line in read_rows(run / name)]

@@ -1,7 +1,8 @@
-"""What surrounds a script: Ctrl-C, file systems, other libraries."""
+"""What surrounds a script: Ctrl-C, terminals, file systems, other libraries."""
 
 import errno
 import fcntl
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 
 import evaluate
+from runtime import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +21,24 @@ def test_ctrl_c_in_a_script_is_one_line(script, monkeypatch):
     monkeypatch.setattr(evaluate, "load", mock.Mock(side_effect=KeyboardInterrupt))
     code, out, err = script(evaluate, "--model x --out run --dataset toy")
     assert (code, out, err) == (130, "", "evaluate.py: stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_that_cannot_print_a_character_prints_its_code(monkeypatch, encoding):
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+
+    def main():
+        cli.say("π")
+        print("π ± \ud800")
+
+    with pytest.raises(SystemExit) as end:
+        cli.run_script(main)
+    out.flush(), err.flush()
+    expected = "π ± \ud800\n".encode(encoding, "backslashreplace")
+    assert not end.value.code and out.buffer.getvalue() == expected
+    assert err.buffer.getvalue() == "π\n".encode(encoding, "backslashreplace")
 
 
 def test_a_file_system_without_locks_is_named_and_the_run_goes_on(

@@ -71,6 +71,49 @@ def test_sampled_ids_are_cut_as_they_are(qwen_tokenizer):
     assert vocab.locate_answer(no_text) is None
 
 
+# ------------------------------------------------------------------------ what transformers 4 reads
+
+
+LLAMA_3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA_3 |= dict(rope_type="llama3", original_max_position_embeddings=64)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+EXPORTED = [  # family, settings, rope_parameters without the base -> rope_scaling
+    ("qwen3", {}, {"rope_type": "default"}, None),
+    ("llama", {}, LLAMA_3, LLAMA_3),
+    ("qwen3_moe", EXPERTS | {"num_local_experts": 4}, {"rope_type": "default"}, None),
+]
+
+
+@pytest.mark.parametrize("family, settings, rope, scaling", EXPORTED)
+def test_transformers_4_finds_what_it_needs(
+    qwen_tokenizer, tmp_path, family, settings, rope, scaling
+):
+    """The files only; transformers 4.57.6 itself was asked once, for the same logits and ids. And
+    5 reads them as the model and the tokenizer that were saved."""
+    rope = rope | {"rope_theta": 1e6}
+    model = tiny_model(
+        len(vocabulary(qwen_tokenizer).bytes), family, rope_parameters=rope, **settings
+    )
+    load.export(model, qwen_tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["rope_theta"], config.get("rope_scaling")) == (1e6, scaling)
+    assert config.get("num_experts") == settings.get("num_local_experts")
+    of_tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "<|im_end|>" in of_tokenizer["additional_special_tokens"]
+    assert of_tokenizer["extra_special_tokens"] == {}
+    again, tokenizer = load.load(tmp_path, "cpu")
+    assert again.config.rope_parameters == model.config.rope_parameters == rope
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    text = "cafe\u0301 <|im_end|> \\boxed{12}}$."
+    for split in False, True:
+        spelled = [t.encode(text, split_special_tokens=split) for t in (tokenizer, qwen_tokenizer)]
+        assert spelled[0] == spelled[1]
+    assert tokenizer.chat_template == qwen_tokenizer.chat_template
+    assert tokenizer.all_special_tokens == qwen_tokenizer.all_special_tokens
+
+
 # ----------------------------------------------------------------------------------------- sampling
 
 
@@ -251,7 +294,6 @@ def test_a_chat_template_that_fails_is_one_line(tokenizer):
 # ------------------------------------------------------------------------------------------- policy
 
 
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 EXPERTS |= dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4)
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 FAMILIES = [  # family, settings, why it is refused

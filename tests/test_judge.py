@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +11,7 @@ import pytest
 from processes import finish, run_in, start_ranks
 
 import cer
+import evaluate
 import judge
 from runtime.files import read_rows
 from tasks.verifiers import PROGRAMS
@@ -37,6 +37,10 @@ def advantages(groups):
     return [x - (sum(R) - x) / (len(R) - 1) for R in groups for x in R]
 
 
+def sumprod(one, other):
+    return sum(x * y for x, y in zip(one, other))
+
+
 def test_aim_knows_the_size_of_rewards_and_auc_does_not():
     """The truth has 1, however scaled; its opposite -1. A reward that is tiny in three groups of
     four has the square root of a quarter."""
@@ -52,17 +56,39 @@ def test_aim_knows_the_size_of_rewards_and_auc_does_not():
     _, table = judge.judge_rewards(samples, [*rewards])
     assert list(table["aim"][:3]) == pytest.approx([1, -1, 0.5], abs=1e-4)
     assert list(table["AUC"]) == [1, 0, 1, 0.5] and math.isnan(table["aim"]["none"])
-    # Among four questions drawn the large one is k times: the root of k / 4, and 1 without it.
-    ends = [table[f"aim, {end}"]["uneven"] for end in ("low", "high")]
-    assert ends == pytest.approx([0.5, 1], abs=1e-3)
 
 
 def test_the_interval_is_that_of_the_normal_distribution():
     """For the mean of 400 questions, half of which have 1."""
     coins = numpy.arange(400).reshape(-1, 1) % 2
-    of = judge.interval("x", coins, lambda drawn: drawn.mean(-2))
-    ends = [of[name].item() for name in ("x, low", "x", "x, high")]
-    assert ends == pytest.approx([0.5 - 1.96 * 0.025, 0.5, 0.5 + 1.96 * 0.025], abs=0.005)
+    of = judge.interval(coins, lambda drawn: drawn.mean(0), enough=400)
+    assert [x.item() for x in of] == pytest.approx([0.5, 0.451, 0.549], abs=0.005)
+
+
+def test_too_few_questions_give_no_interval(capsys):
+    """Of twelve questions only k have right and wrong answers; nothing warns, and none says nan."""
+    for k in 0, 1, 9, 10:
+        lines = []
+        for number in range(12):
+            line = {"references": ["a"], "answers": ["a", "b", "c"], "truncated": [False] * 3}
+            line["right"] = [True, False, False] if number < k else [False] * 3
+            lines.append(line | {"rewards": {"cer": [0.4, 0.1 + 0.04 * number, 0.0]}})
+        table = judge.say_judgement(lines)
+        printed = capsys.readouterr()
+        assert f"{k} questions have both" in printed.out and printed.err == ""
+        assert "nan" not in printed.out and (table["AUC"].isna().all()) == (k == 0)
+        assert table["AUC, low"].isna().all() == table["aim, high"].isna().all() == (k < 10)
+
+
+def test_aim_is_of_answers_and_any_box_is_beside_it(capsys):
+    """Half of the samples have no answer, and of the others half are right: any box is worth the
+    root of a third, and among answers nothing."""
+    line = {"references": ["a"], "answers": ["a", "b", None, ""], "truncated": [False] * 4}
+    line |= {"right": [True, False, False, False], "rewards": {"exact": [1.0, 0.0, 0.0, 0.0]}}
+    table = judge.say_judgement([line] * 10)
+    assert table["aim"]["exact"] == table["aim of all samples"]["exact"] == pytest.approx(1)
+    assert table["aim of all samples"]["any box"] == pytest.approx((1 / 3) ** 0.5)
+    assert math.isnan(table["aim"]["any box"]) and table["AUC"]["any box"] == 0.5
 
 
 def test_each_of_several_references_is_verbatim(capsys):
@@ -84,8 +110,8 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
     rows, table = read_rows("j/samples.jsonl"), json.loads((tmp_path / "j/judge.json").read_text())
     questions = [problem.question for problem in judge.load_problems("toy-test", 11)]
     assert [row["question"] for row in rows] == questions
-    assert list(table) == ["cer", "exact", "verifree"]
-    for name, line in table.items():
+    assert list(table) == ["cer", "exact", "verifree", "any box"]
+    for name, line in [*table.items()][:3]:
         assert line["AUC"] == pytest.approx(by_brute_force(rows, name))
         lists = [(row["answers"], row["right"], row["rewards"][name]) for row in rows]
         samples = [sample for of_question in lists for sample in zip(*of_question)]
@@ -96,9 +122,14 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
         assert line["right, nothing"] == pytest.approx(sum(R < 1e-6 for R in right) / len(right))
         assert line["groups, tiny"] == sum(max(row["rewards"][name]) < 1e-4 for row in rows)
         assert line["groups, equal"] == sum(len({*row["rewards"][name]}) == 1 for row in rows)
-        A = advantages([row["rewards"][name] for row in rows])
-        of_truth = advantages([row["right"] for row in rows])
-        assert line["aim"] == pytest.approx(statistics.correlation(A, of_truth))  # means are 0
+        for column, counts in ("aim", bool), ("aim of all samples", lambda answer: True):
+            kept = [[k for k, a in enumerate(row["answers"]) if counts(a)] for row in rows]
+            kept = [(row, ks) for row, ks in zip(rows, kept) if len(ks) > 1]
+            A = advantages([[row["rewards"][name][k] for k in ks] for row, ks in kept])
+            of_truth = advantages([[row["right"][k] for k in ks] for row, ks in kept])
+            products = (sumprod(A, of_truth), sumprod(A, A) * sumprod(of_truth, of_truth))
+            expected = products[0] / products[1] ** 0.5 if products[1] else math.nan
+            assert (line[column] or math.nan) == pytest.approx(expected, nan_ok=True)
     assert all(row["R"] == row["rewards"]["cer"] for row in rows)
 
 
@@ -115,21 +146,28 @@ def test_the_actor_is_asked_once_about_a_group(script, toy_model_dir, monkeypatc
     assert program.call_count == sum(map(len, answers))
 
 
-def test_a_killed_judge_goes_on(script, toy_model_dir, monkeypatch):
-    """With what is on the disk; half of a turn, as of a kill between two ranks, is done again."""
+def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatch):
+    """After every AT_ONCE questions; a directory that is not empty is refused."""
     flags = f"--model {toy_model_dir} {FLAGS} --limit 5 --samples 4 --rewards exact"
     monkeypatch.setattr(judge, "AT_ONCE", 2)
-    code, whole, err = script(judge, flags)
-    path = Path("j/samples.jsonl")
-    lines = path.read_text()
-    assert code == 0 and len(lines.splitlines()) == 5, err
-    path.write_text("".join(lines.splitlines(keepends=True)[:4])[:-9])
-    sampled = mock.Mock(side_effect=judge.sample)
-    monkeypatch.setattr(judge, "sample", sampled)
-    code, resumed, err = script(judge, f"{flags} --resume")
-    assert (code, resumed, path.read_text()) == (0, whole, lines), err
-    assert sampled.call_count == 2  # of three turns
-    assert script(judge, flags)[0] == 2  # not without --resume
+    written = mock.Mock(side_effect=judge.append_rows)
+    monkeypatch.setattr(judge, "append_rows", written)
+    code, _, err = script(judge, flags)
+    assert code == 0 and [len(call.args[1]) for call in written.call_args_list] == [2, 2, 1], err
+    assert [row["index"] for row in read_rows("j/samples.jsonl")] == [*range(5)]
+    code, _, err = script(judge, flags)
+    assert code == 2 and "--out j is not empty" in err
+
+
+def test_a_prompt_that_fills_the_models_positions_is_left_out(script, toy_model_dir):
+    rows = [{"question": f"Ana has {k} eggs. How many eggs?", "answer": "3"} for k in (1, 2)]
+    rows[1]["question"] *= 30
+    Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for module, more in (judge, "--samples 2"), (evaluate, "--runs 2"):
+        flags = f"--model {toy_model_dir} --dataset q.jsonl --max-new-tokens 8 {more}"
+        code, _, err = script(module, f"{flags} --out {module.__name__}")
+        assert code == 0 and "and 1 prompts more than" in err, err
+        assert len(read_rows(f"{module.__name__}/samples.jsonl")) == 1
 
 
 @pytest.mark.parametrize("verdict, tokens", [(True, 32), (False, 2)])  # 2 are too few for a box

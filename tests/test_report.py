@@ -42,7 +42,11 @@ def test_a_groups_numbers_by_hand(tokenizer):
     of_completion = [len(ids) for ids in group.completions]
     expected = {"reward": 0.15, "exact_match": 0.4, "answered": 0.6, "truncated": 0.2}
     expected |= {"zero_advantage_groups": 0, "tiny_reward_groups": 0, "right": 0.2, "entropy": 3}
-    expected |= {"completion_tokens": sum(of_completion) / 5}
+    of_solution = [len(tokenizer.encode(s)) for s in (r"so \boxed", r"\boxed", "no box")]
+    of_solution += [len(tokenizer.encode(s)) for s in (r"3*4 \boxed", r"\boxed")]
+    of_solution[2] = of_completion[2]  # all of it, with the stop token
+    expected |= {"completion_tokens": sum(of_completion) / 5, "unique_answers": 2}
+    expected |= {"solution_tokens": sum(of_solution) / 5}
     assert report.group_metrics(judged, R, R - 0.1) == pytest.approx(expected)
     assert report.group_metrics(plain, R, 0 * R)["zero_advantage_groups"] == 1
     several = Judged(group_of(tokenizer, texts, ["seven", "7", "12"]), None, None)
@@ -57,7 +61,7 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
     lines = [{"step": k, "reward": k / 10, "exact_match": k / 8} for k in range(1, 5)]
     steps = [line | {"answered": 0.5, "seconds": {"sample": 60, "update": 30}} for line in lines]
     before = {"step": 0, "pass_at_1": 0.5, "pass_at_1_stderr": 0.289}
-    steps[3] |= {"pass_at_1": 0.833, "pass_at_1_stderr": 0.167}
+    append_rows(tmp_path / "metrics.jsonl", [before, *steps])
     right = {0: [0, 0, 1, 0, 1, 1], 2: [1, 1, 1, 1, 0, 0], 4: [1, 0, 1, 1, 1, 1]}
     for step, samples in right.items():
         pairs = [samples[i : i + 2] for i in (0, 2, 4)]
@@ -67,7 +71,7 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
     rows = [{"question": f"Q{q}", "best": x} for q in best for x in best[q]]
     append_rows(tmp_path / "questions.jsonl", rows)
     args = SimpleNamespace(reward="cer", dataset="toy")
-    log = SimpleNamespace(args=args, out=tmp_path, last_step=4, lines=[before, *steps])
+    log = SimpleNamespace(args=args, out=tmp_path, last_step=4)
     report.RunLog.summary(log)
     printed = " ".join(capsys.readouterr().out.split())
     assert "pass@1 first .5 ± .289, last .833 ± .167, change .333 ± .167 (SE" in printed

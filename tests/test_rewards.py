@@ -14,10 +14,10 @@ from conftest import SHARED, group_of, tiny_model
 from one_file import log_pi
 
 from engine.tokens import split_answer
-from reward_functions import REWARDS, Reward, judge, rewards
+from reward_functions import REWARDS, Reward, f1, judge, rewards
 from runtime.cli import InputError
 from tasks import data, general_verifier, toy
-from tasks.verifiers import PROGRAMS, verify
+from tasks.verifiers import PROGRAMS, verify, words
 
 A = [" A ", "A.", "(A)", "(A).", r"\text{A}", r"\textbf{(A)}", "$A$", "**A**", "A: iron", "A) iron"]
 A += [
@@ -50,7 +50,11 @@ VERDICTS = {  # (verifier, reference): {answer: whether it is right}
     ("text", "102"): {"10²": False, "１０２": True},
     ("text", "5"): {"-5": False, "5.": True},  # a sign is no punctuation
     ("text", ".5"): {"5": False, "0.5": False, "(.5.": False},  # nor the point of .5
-    ("text", "Zürich"): {"Zu\u0308rich": True, "“$Zürich$”": True},
+    ("text", "Zürich"): {"Zu\u0308rich": True, "“$Zürich$”": True, "Zü\u200brich": True},
+    ("text", "1914-18"): {"1914–18": True, "191418": False},
+    ("text", "it's"): {"it’s": True, "its": False},
+    ("text", "北京"): {"北京。": True},
+    ("text", "C#"): {"C": False, "C#.": True},
     ("text", "..."): {"": False},
     ("toy-rule", "it is 14"): {"14 eggs": True, "fourteen": False, "1 4": False},
     ("toy-truth", "it is 14"): {"fourteen": True, "15": False},  # it knows words too
@@ -80,7 +84,7 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     texts = [r"\boxed{7}, no: \boxed{14}.", r"\boxed{14}, no: \boxed{7}.", "14", r"\boxed{7}"]
     texts += [r"\boxed{}"] * 4
     program = mock.Mock(side_effect=PROGRAMS["math"])
-    model = mock.Mock(side_effect=lambda pairs, _: [answer == "7" for _, answer in pairs])
+    model = mock.Mock(side_effect=lambda pairs, _: ([answer == "7" for _, answer in pairs], []))
     monkeypatch.setitem(PROGRAMS, "math", program)
     monkeypatch.setattr(general_verifier, "ask", model)
     groups = [group_of(tokenizer, of, "14", "math") for of in (texts[:4], texts[4:])]
@@ -137,6 +141,20 @@ def test_overlap_by_hand(tokenizer):
     assert rewards("overlap", [judged])[0].tolist() == pytest.approx([*shares.values(), 0])
 
 
+SAME = [("“Paris”", "Paris"), ("it’s", "it's"), ("1914–1918", "1914-1918"), ("Jose\u0301", "José")]
+SAME += [(text, text) for text in ("A", "The", "$", "+", "...")] + [
+    ("１２", "12"),
+    ("北京。", "北京"),
+]
+PARTLY = {("北京市", "北京"): 4 / 5, ("-5", "5"): 0, ("C#", "C++"): 0, ("the A", "B"): 0}
+
+
+@pytest.mark.parametrize("answer, reference", SAME + [*PARTLY])
+def test_overlap_of_typography_and_of_scripts_without_spaces(answer, reference):
+    share = PARTLY.get((answer, reference), 1)
+    assert f1(words(answer), words(reference)) == pytest.approx(share)
+
+
 def rewards_by_definition(model, tokenizer, group, references):
     """What every reward gives to each sample, spelled out -> one dict per sample."""
     found, expected = [split_answer(text) for text in group.texts], []
@@ -176,7 +194,7 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
 
     def ask(pairs, verifier_model):
         asked.extend(pairs)
-        return ["14" in answer for _, answer in pairs]
+        return ["14" in answer for _, answer in pairs], []
 
     monkeypatch.setattr(general_verifier, "ask", ask)
     texts = [["no box"] * 6] + [random_texts(rng, references[0]) for _ in range(4)]
@@ -207,7 +225,14 @@ def test_the_verifier_is_asked_in_the_words_it_was_trained_on():
 
 DECISIONS = {
     "\n\nBoth fractions equal one half.\n\nFinal Decision: Yes": True,
-    "The student gives 15 where the truth is 14. Final Decision: No<|im_end|>": False,
+    "The student gives 15 where the truth is 14. Final Decision: No": False,
+    "Final Decision: Yes|No": None,
+    "I must end with Final Decision: Yes or No": None,
+    "If I say Final Decision: Yes I need to be sure": None,
+    "### Final Decision\nYes": True,
+    "**Final Decision**: `Yes`": True,
+    r"Final Decision: \boxed{No}": False,
+    "Final Decision：Yes": True,
     "The student wrote 'Final Decision: Yes'. Final Decision: No": False,
     "Final Decision: Yes/No": None,
     "**Final decision:** Yes": True,
@@ -221,12 +246,14 @@ def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, mo
         assert temperature == 0 and not any(tokenizer.eos_token_id in ids for ids in prompts)
         asked = [re.findall("Answer: (.*)", tokenizer.decode(ids)) for ids in prompts]
         assert asked == [["<eos> or {b}", "{question}"]] * len(DECISIONS)
-        return [tokenizer.encode(text) for text in DECISIONS], None
+        return [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in DECISIONS], None
 
     monkeypatch.setattr(general_verifier, "generate", generate)
+    model = mock.Mock(generation_config=mock.Mock(eos_token_id=[tokenizer.eos_token_id]))
     problem = data.Problem("{answer}", "<eos>", others=("{b}",))
     pairs = [(problem, "{question}")] * len(DECISIONS)
-    assert general_verifier.ask(pairs, (None, tokenizer)) == [x is True for x in DECISIONS.values()]
+    verdicts, replies = general_verifier.ask(pairs, (model, tokenizer))
+    assert verdicts == [x is True for x in DECISIONS.values()] and replies == [*DECISIONS]
     undecided = [*DECISIONS.values()].count(None)
     assert f"{undecided} of {len(DECISIONS)} replies hold no decision" in capsys.readouterr().err
 
@@ -236,16 +263,18 @@ def test_a_prompt_of_ones_own_goes_through_the_chat_template(tokenizer, monkeypa
     chat, seen = copy.deepcopy(tokenizer), []
     chat.chat_template = "<eos>user {{ messages[0]['content'] }}<eos>"
     reply = chat.encode("Final Decision: Yes")
+    model = mock.Mock(generation_config=mock.Mock(eos_token_id=[chat.eos_token_id]))
 
     def generate(model, prompts, max_new_tokens, **settings):
         seen.extend(prompts)
-        return [reply], None
+        return [[*reply, chat.eos_token_id], reply], None  # the second is cut off
 
     monkeypatch.setattr(general_verifier, "generate", generate)
     prompt = r"{question} {reference} {answer} \boxed{x}"
-    pairs = [(data.Problem("Q", "14", others=("7",)), "{answer}")]
-    assert general_verifier.ask(pairs, (None, chat), prompt) == [True]
-    assert chat.decode(seen[0]) == r"<eos>user Q 14 or 7 {answer} \boxed{x}<eos>"
+    pairs = [(data.Problem("Q", "14", others=("7",)), "{answer}<eos>")] * 2
+    assert general_verifier.ask(pairs, (model, chat), prompt)[0] == [True, False]
+    assert chat.decode(seen[0]) == r"<eos>user Q 14 or 7 {answer}<eos> \boxed{x}<eos>"
+    assert seen[0].count(chat.eos_token_id) == 2  # those of the template
 
 
 @pytest.mark.parametrize("returned", [torch.ones(1), torch.tensor([1.0, torch.nan])])
