@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.load import DTYPES, check_sampling, load
 from engine.sampling import positions
-from reward_functions import REWARDS, judge, rewards
+from reward_functions import REWARDS, judge, judge_nothing, rewards
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
@@ -29,7 +29,15 @@ RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by 
 
 
 def sample_and_judge(
-    model, tokenizer, problems, N, max_new_tokens, names=(), at_once=None, **settings
+    model,
+    tokenizer,
+    problems,
+    N,
+    max_new_tokens,
+    names=(),
+    at_once=None,
+    verifier_model=None,
+    **settings,
 ):
     """Sample every problem N times, and judge the samples -> lines of samples.jsonl, in the order
     of the problems, as lists: all at the end, or after every at_once problems of a rank. The ranks
@@ -41,9 +49,13 @@ def sample_and_judge(
         mine = problems[start : start + turn][rank::world]
         groups = sample(model, tokenizer, mine, N, max_new_tokens, **settings)
         lines = []
-        for k, judged in enumerate(judge(groups, asked, model, tokenizer)):
+        judged_groups = judge(groups, asked, model, tokenizer, verifier_model=verifier_model)
+        for k, judged in enumerate(judged_groups):
             R = {name: rewards(name, [judged])[0].tolist() for name in names}
-            more = {"R": R[names[0]], "rewards": R} if names else {}
+            more = {}
+            if names:
+                nothing = judge_nothing(judged, names, model, tokenizer, verifier_model)
+                more = {"R": R[names[0]], "rewards": R, "nothing": nothing}
             lines.append(group_record(judged, index=start + rank + world * k, **more))
         yield sorted(all_gather(lines), key=lambda line: line["index"])
 

@@ -84,9 +84,7 @@ class Grades:
         self.path, self.said, changed = path, collections.defaultdict(dict), 0
         rows = read_rows(path, log=True) if path.exists() else []
         for number, row in enumerate(rows, start=1):
-            with cli.as_input_error(
-                f"{path}, line {number}: expected a grade as grade.py writes it"
-            ):
+            with cli.as_input_error(f"{path}, line {number}: expected a grade of grade.py"):
                 cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
                 at = (row["question"], tuple(row["references"])), plain_text(row["answer"])
                 changed += self.said[row["by"]].get(at, row["right"]) != row["right"]
@@ -149,8 +147,6 @@ def ask_numbers(answers):
             reply = input("right: ").replace(",", " ").split()
         except (EOFError, KeyboardInterrupt):
             return None
-        except UnicodeDecodeError:
-            reply = ["a byte that is not UTF-8"]
         if reply == ["q"]:
             return None
         if reply == ["?"]:

@@ -29,7 +29,7 @@ from cer import check_scoring
 from engine.load import DTYPES, check_sampling, load
 from engine.sampling import positions
 from evaluate import sample_and_judge
-from reward_functions import REWARDS
+from reward_functions import REWARDS, why_not_asked
 from rloo import leave_one_out
 from runtime.files import append_rows
 from runtime.ranks import init_ranks, open_run_directory, seed_everything
@@ -39,8 +39,8 @@ from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
-DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer"
-SHOWN = "AUC from to aim from to all right wrong 0 equal tiny".split()  # the table's columns
+DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
+SHOWN = "AUC from to aim from to all right wrong nothing 0 equal tiny".split()
 FEW = 10  # fewer questions with right and wrong answers give no interval
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
@@ -56,16 +56,17 @@ def say_judgement(lines, graded=False):
     samples = sample_table([line | line["rewards"] for line in lines], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
+    nothing = pandas.DataFrame([line.get("nothing", {}) for line in lines], columns=names).mean()
+    table.insert(table.columns.get_loc("right, nothing"), "says nothing", nothing)
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
     print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     shown = table.map(lambda x: "-" if math.isnan(x) else brief(x)).set_axis(SHOWN, axis=1)
     print(shown.to_string())
     print("from, to: 95% over questions; all: aim of all samples, also those without an answer")
-    print("right, wrong: the mean of such samples; 0: share of right ones that receive nothing")
-    print(
-        "equal, tiny: questions whose rewards are equal, or all < 1e-4; any box: 1 for any answer"
-    )
+    print("right, wrong: the mean of such samples; nothing: the mean of answers that say nothing")
+    print("0: share of right samples that receive nothing; any box: a reward of 1 for any answer")
+    print("equal, tiny: questions whose rewards are equal, or all < 1e-4")
     if "cer" in names and samples.right.any():
         print("least CER of right answers; the model rarely writes such references:")
         for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
@@ -164,6 +165,7 @@ def main():
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     add("--rewards", default=DEFAULT, help=f"of {', '.join(KNOWN)}")
+    add("--verifier-model", help="who is asked for the reward asked (default: the model itself)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge-PID)")
@@ -177,8 +179,15 @@ def main():
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset, positions(actor) - 1)
     show_first(tokenizer, problems, args.dataset)
+    verifier_model = args.verifier_model and load(args.verifier_model, device)
+    if "asked" in names:
+        asked_model = verifier_model or (actor, tokenizer)
+        if reason := why_not_asked(problems, asked_model, args.max_new_tokens):
+            cli.say(f"asked is left out, since the model cannot be asked: {reason}")
+            names.remove("asked")
+    cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    how = args.samples, args.max_new_tokens, names, AT_ONCE
+    how = args.samples, args.max_new_tokens, names, AT_ONCE, verifier_model
     lines, path = [], out / "samples.jsonl"
     for some in sample_and_judge(actor, tokenizer, problems, *how):
         append_rows(path, some)

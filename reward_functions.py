@@ -1,22 +1,27 @@
 """Who is asked about a group, and the rewards by name.
 
 `judge` is the only stage of the loop that asks a model or a program about answers, and it asks each
-once: the actor for W and P, a verifier for what is right. A reward is then a small function of what
-they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer. It calls no model. For
-a reward of your own add a function and a line to REWARDS.
+once: the actor for W and P, a verifier for what is right, a model for Yes or No. A reward is then a
+small function of what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer.
+It calls no model. For a reward of your own add a function and a line to REWARDS.
 """
 
+import collections
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 import cer
+from engine.sampling import positions
+from engine.tokens import Box, batches, vocabulary
 from rloo import rloo_rows, verifree_rows
 from rollout import Group
 from runtime.cli import progress, require
 from runtime.report import verbatim
 from tasks import general_verifier
+from tasks.prompts import around_message
 from tasks.verifiers import verify, words
 
 
@@ -27,14 +32,16 @@ class Judged:
     group: Group
     scores: cer.Scores | None  # W and P, if the actor was asked
     right: torch.Tensor | None  # [N], bool, if a verifier was asked
+    yes: torch.Tensor | None = None  # [N], P(Yes), if a model was asked whether the answer is right
 
 
 def judge(
     groups: list[Group], asked: set[str], actor, tokenizer, M=None, verifier_model=None
 ) -> list[Judged]:
-    """asked: "actor", for W and P, and for what is right "verifier", the program that the question
-    names, or "model", the language model verifier_model, a pair (model, tokenizer)."""
-    scores, right = [None] * len(groups), [None] * len(groups)
+    """asked: "actor", for W and P; for what is right "verifier", the program that the question
+    names, or "model", the written reply of the language model verifier_model, a pair (model,
+    tokenizer); "yes", for P(Yes) of verifier_model, or of the actor if that is None."""
+    scores, right, yes = ([None] * len(groups) for _ in range(3))
     if "actor" in asked:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
         scores = [cer.score(actor, tokenizer, *each) for each in progress("judge", inputs)]
@@ -46,7 +53,98 @@ def judge(
             verdicts = verify(pairs)
         of_group = iter(verdicts)
         right = [torch.tensor([next(of_group) for _ in group.answers]) for group in groups]
-    return [Judged(*each) for each in zip(groups, scores, right)]
+    if "yes" in asked:
+        answers = collections.defaultdict(dict)  # the distinct ones to each problem, in order
+        for group in groups:
+            answers[group.problem] |= dict.fromkeys(filter(None, group.answers))
+        asked_model = verifier_model or (actor, tokenizer)
+        P_yes = {}
+        for problem, of_problem in progress("ask", answers.items()):
+            P_yes[problem] = dict(zip(of_problem, ask(problem, [*of_problem], asked_model)))
+        yes = [torch.tensor([P_yes[g.problem].get(a, 0.0) for a in g.answers]) for g in groups]
+    return [Judged(*each) for each in zip(groups, scores, right, yes)]
+
+
+# --------------------------------------------------------------------------------------- Yes or No
+
+ASK = """\
+A student answered the question below. Decide whether the student's answer is right: it must mean \
+the same as a reference answer, in any wording. Reply with Yes or No only.
+
+Question: {question}
+Reference answer: {references}
+Student's answer:"""
+ASK_END = "\n\nIs the student's answer right? Yes or No?"
+
+
+def ask(problem, answers, asked_model) -> list[float]:
+    """P(Yes) / (P(Yes) + P(No)) of the next token, for each answer. asked_model: (model,
+    tokenizer). One forward pass, nothing is generated. What a question's answers share is read
+    once."""
+    model, tokenizer = asked_model
+    contexts = asking_prompts(tokenizer, problem, answers)
+    yes, no = decision_tokens(tokenizer)
+    P = {}
+    for some in batches(range(len(contexts)), lambda i: len(contexts[i]), cer.TOKENS_AT_ONCE):
+        with torch.no_grad():
+            _, last, _ = cer.read_contexts(model, [contexts[i] for i in some])
+            logits = model.lm_head(last).float()  # [n, V]
+        odds = logits[:, yes].logsumexp(1) - logits[:, no].logsumexp(1)
+        P |= dict(zip(some, odds.sigmoid().tolist()))
+    return [P[i] for i in range(len(contexts))]
+
+
+def asking_prompts(tokenizer, problem, answers):
+    """What a model is asked about each answer, as token ids. Names of special tokens in an answer
+    are ordinary text."""
+    references = " or ".join(f'"{reference}"' for reference in problem.references)
+    text = ASK.replace("{references}", references).replace("{question}", problem.question.strip())
+    before, after = around_message(tokenizer)
+    encode = vocabulary(tokenizer).encode
+    beginning = before + encode(text)
+    return [beginning + encode(f" {answer}{ASK_END}") + after for answer in answers]
+
+
+def decision_tokens(tokenizer):
+    """The first tokens of Yes and of No in their usual spellings, without those that both have."""
+    encode = vocabulary(tokenizer).encode
+    yes, no = (
+        {encode(each)[0] for each in (word, word.lower(), word.upper(), f" {word}")}
+        for word in ("Yes", "No")
+    )
+    return sorted(yes - no), sorted(no - yes)
+
+
+def why_not_asked(problems, asked_model, max_new_tokens):
+    """Why a model cannot be asked about these problems, or None. An answer has at most
+    max_new_tokens."""
+    model, tokenizer = asked_model
+    if not all(decision_tokens(tokenizer)):
+        return "its tokenizer begins Yes and No with the same token"
+    longest = max(len(asking_prompts(tokenizer, each, [""])[0]) for each in problems)
+    if longest + max_new_tokens > positions(model):
+        room = f"{longest} tokens of prompt and --max-new-tokens of answer"
+        return f"it has {positions(model)} positions, too few for {room}"
+    return None
+
+
+# ------------------------------------------------------------------------ answers that say nothing
+
+
+def judge_nothing(judged, names, actor, tokenizer, verifier_model=None) -> dict[str, float]:
+    """What rewards give in the mean to three answers that say nothing, if a sample of this group
+    had written them: {name: reward}. Not for VeriFree's P, which looks at solutions."""
+    group, scores = judged.group, judged.scores
+    texts = [group.problem.question.strip()[-200:], "Yes", "the same as the reference answer"]
+    written = dataclasses.replace(group, boxes=[Box(0, text, "}") for text in texts])
+    asked = set().union(*(REWARDS[name].asks for name in names)) - {"actor"}
+    [said] = judge([written], asked, actor, tokenizer, verifier_model=verifier_model)
+    if scores:  # rows of W, without a column of their own
+        contexts = [group.prompt + group.solution(j) for j in scores.columns]
+        log_W = cer.answer_logprobs(actor, tokenizer, contexts, texts).cpu()
+        rows = dict(answers=texts, distinct_answers=texts, log_W=log_W)
+        said = dataclasses.replace(said, scores=dataclasses.replace(scores, **rows))
+    return {name: REWARDS[name].of(said).mean().item() for name in names if name != "verifree"}
 
 
 # -------------------------------------------------------------------------------------- the rewards
@@ -89,6 +187,13 @@ def f1(one, other):
     return 2 * (one & other).total() / max(1, one.total() + other.total())
 
 
+def asked(judged):
+    """How sure a language model is that the answer is right, when it is asked. On honest answers
+    the best reward that we know, if the model is large enough; and it pays for answers that say
+    nothing (docs/measurements.md)."""
+    return judged.yes
+
+
 def mean_of(*rewards):
     """The plain average of rewards."""
     return lambda judged: torch.stack([reward(judged) for reward in rewards]).mean(0)
@@ -110,6 +215,7 @@ REWARDS = {
     "general-verifier": Reward(verdict, {"model"}),
     "overlap": Reward(overlap, set()),
     "overlap+cer": Reward(mean_of(overlap, conditional_expectation), {"actor"}),
+    "asked": Reward(asked, {"yes"}),
 }
 
 

@@ -19,7 +19,7 @@ from engine.load import DTYPES, check_sampling, load
 from engine.memory import check_disk, plan_memory
 from engine.policy import check_training, copy_weights, make_policy
 from evaluate import evaluate
-from reward_functions import REWARDS, judge, rewards
+from reward_functions import REWARDS, judge, rewards, why_not_asked
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime.files import read_config
@@ -48,11 +48,16 @@ def main():
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
     actor, tokenizer = load(model_path, device, check_sampling, check_scoring, dtype=args.dtype)
     reward, verifier_model = REWARDS[args.reward], None
-    if "model" in reward.asks:
-        verifier_model = load(args.verifier_model, device)
+    if "model" in reward.asks or args.verifier_model:
+        verifier_model = load(args.verifier_model or GENERAL_VERIFIER, device)
     problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
     if held_out:
         held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
+
+    if "yes" in reward.asks:
+        asked_model = verifier_model or (actor, tokenizer)
+        reason = why_not_asked(problems, asked_model, args.max_new_tokens)
+        cli.require(not reason, f"this model cannot be asked: {reason}")
 
     # A resumed run keeps its data and its flags.
     data = fingerprint(problems, held_out, tokenizer.chat_template)
@@ -162,6 +167,8 @@ def longest_reference(tokenizer, problems):
 # -------------------------------------------------------------------------------------------- flags
 
 
+GENERAL_VERIFIER = "TIGER-Lab/general-verifier"
+
 # What a resumed run may change. The other flags define the run and how it is measured.
 MAY_CHANGE = (
     "out resume steps epochs microbatch_tokens cpu_offload eval_every save_every keep".split()
@@ -175,10 +182,10 @@ def make_parser():
     add = parser.add_argument_group("model, data and reward").add_argument
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
     add("--dataset", help=f"{NAMES}, or a file (default: toy, or math7.5k with --model)")
-    add("--reward", default="cer", choices=REWARDS, help="reward function")
+    add("--reward", default="cer", choices=REWARDS, help="(asked: by the policy, which changes)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
-    add("--verifier-model", default="TIGER-Lab/general-verifier", help="for that reward")
+    add("--verifier-model", help=f"of asked, and of general-verifier ({GENERAL_VERIFIER})")
     add = parser.add_argument_group("the batch").add_argument
     add("--questions", type=count, default=32, help="B, questions per step, over all ranks")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")

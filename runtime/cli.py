@@ -50,7 +50,7 @@ def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
     be used and a GPU out of memory become one line on stderr and exit code 2. So does Ctrl-C, with
     130, unless main() handles it."""
-    for stream in sys.stdout, sys.stderr:
+    for stream in sys.stdin, sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):  # a terminal may not be UTF-8
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)

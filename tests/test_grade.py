@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from processes import finish, run_in, start_ranks
 
 import evaluate
@@ -80,9 +81,9 @@ def test_it_asks_only_what_is_in_doubt(user):
     assert f"10 questions, what is right by you:\n  a: {by_hand(a)}\n  b: {by_hand(b)}" in out
     error = statistics.stdev([y - x for x, y in zip(a, b)]) / 10**0.5
     assert f"change 0 ± {brief(error)}\n" in out
-    assert f"by verifier:\n  a: {by_hand([0] * 10)}" in out
+    assert f"by the run's own verifier:\n  a: {by_hand([0] * 10)}" in out
     _, again = user("a b", right={"x"})  # nothing is asked again, nor by the table
-    _, table = user("b a --table")
+    _, table = user("b a --table --grades a/grades.jsonl")
     assert "reference:" not in again + table and again.split("\n\n")[1:] == out.split("\n\n")[-2:]
     assert f"  b: {by_hand(b)}\n  a: {by_hand(a)}" in table
 
@@ -92,10 +93,11 @@ def test_it_goes_on_where_it_stopped(user):
     Q1, where nothing is in doubt. With other runs and another K the order is the same."""
     write("a", A)
     write("b", B)
-    order = grade.draw(grade.read_samples([Path("a"), Path("b")]), 3, seed=5)
+    lines = grade.read_lines(Path("a")) + grade.read_lines(Path("b"))
+    order = [question for question, _ in grade.draw(lines, 3, seed=5)]
     assert order == ["Q2?", "Q0?", "Q1?"]
     code, out = user("b a --seed 5", replies="q\n")
-    assert code == 2 and "grade.py: no question is graded by you" in out
+    assert code == 2 and "grade.py: b/grades.jsonl has no grades of these questions" in out
     for replies in "1 9\n\nq\n", "1 9\n\n":  # the end of a pipe
         Path("a/grades.jsonl").unlink(missing_ok=True)
         code, out = user("a b --seed 5", replies=replies)
@@ -104,7 +106,7 @@ def test_it_goes_on_where_it_stopped(user):
         assert {row["question"] for row in read_rows("a/grades.jsonl")} == {order[0]}
         with open("a/grades.jsonl", "a") as file:
             file.write('{"question": "Q0?", "ans')  # as a kill may leave it
-    code, out = user("b a --seed 5", replies="q\n")  # b has no grades of its own
+    code, out = user("b a --seed 5 --grades a/grades.jsonl", replies="q\n")
     assert code == 0 and "1 of 1:\nQ0?" in out and "1 questions, what is right by you" in out
     code, out = user("a --questions 2 --seed 5", replies="?\n")
     rows = read_rows("a/grades.jsonl")
@@ -137,7 +139,7 @@ def test_a_run_of_train_and_the_table_of_judge(user, script, finished_run, toy_m
     assert code == 0, err
     code, out = user(f"j {finished_run}", right=toy.same_number)
     assert code == 0 and out.count("reference:") == 3 and f"{finished_run} step 2" not in out, out
-    yours, verifiers = out.split("what is right by verifier")
+    yours, verifiers = out.split("what is right by the run's own verifier")
     for step in 0, 4:
         of_step = [row["right"] for row in held_out if row["step"] == step]
         mean = brief(statistics.mean(sum(right) / len(right) for right in of_step))
@@ -177,31 +179,120 @@ def test_a_model_grades(user, tmp_path, toy_model_dir, monkeypatch, ranks):
         out = Path("log-0").read_text()
     rows = read_rows("a/grades.jsonl")
     assert {row["answer"] for row in rows} == {"Fourteen", "14 eggs", "x", "y", "z"}
-    assert not any(row["right"] for row in rows) and {row["by"] for row in rows} == {
-        str(toy_model_dir)
-    }
+    assert not any(row["right"] for row in rows) and all(row["reply"] for row in rows)
+    [by] = {row["by"] for row in rows}
+    assert re.fullmatch(rf"{toy_model_dir} [0-9a-f]{{6}}", by)
     asked = mock.Mock(side_effect=grade.ask)
     monkeypatch.setattr(grade, "ask", asked)
     assert user(flags)[0] == 0 and not asked.called  # all is in the file
 
 
-def test_how_often_you_agree_with_a_model(user, monkeypatch):
-    """Its own prompt reaches it, and an answer of its reply is a grade."""
+@pytest.fixture
+def model_says(monkeypatch):
+    """model_says(accepts): a model that accepts these answers, and whom it was asked about."""
+
+    def install(*accepts):
+        monkeypatch.setattr(grade, "load", lambda *_: (torch.nn.Linear(1, 1, bias=False), None))
+
+        def answers(pairs, *_):
+            return [answer in accepts for _, answer in pairs], ["..."] * len(pairs)
+
+        monkeypatch.setattr(grade, "ask", asked := mock.Mock(side_effect=answers))
+        return asked
+
+    return install
+
+
+def test_how_often_you_agree_with_a_model(user, model_says):
     write("a", A | CLEAR)
     Path("p.txt").write_text("{question} {reference} {answer}?", encoding="utf-8")
-    monkeypatch.setattr(grade, "load", lambda *_: "model")
-    ask = mock.Mock(side_effect=lambda pairs, *_: [answer == "x" for _, answer in pairs])
-    monkeypatch.setattr(grade, "ask", ask)
+    asked = model_says("x")
     code, out = user("a --by M --prompt p.txt")
-    assert code == 0 and "what is right by M" in out and "agree" not in out
-    assert ask.call_args.args[1:] == ("model", "{question} {reference} {answer}?")
+    assert code == 0 and re.search("what is right by M [0-9a-f]{6}:", out) and "agree" not in out
+    assert asked.call_args.args[2] == "{question} {reference} {answer}?"
     code, out = user("a", right={"y"})
-    assert code == 0 and "\nyou and M with p.txt agree on 1 of 3 answers: it accepts\n" in out
-    assert "  1 of your 2 wrong ones\n  0 of your 1 right ones\n" in out
-    assert "  'x' for '7': you say wrong\n" in out and "  'y' for '7': you say right\n" in out
-    Path("p.txt").write_text("{question} {answer}?", encoding="utf-8")
-    code, out = user("a --by M --prompt p.txt")
-    assert code == 2 and "p.txt needs {question}, {reference} and {answer}" in out
+    assert code == 0 and re.search(r"\nyou and M \w{6} agree on 1 of 3 answers\n", out)
+    accepts = r"  M \w+ accepts {} of the {} that you calls {}\n".format
+    assert re.search(accepts(0, 1, "right") + accepts(1, 2, "wrong"), out), out
+    assert "  'x' for '7': you says wrong\n" in out and "  'y' for '7': you says right\n" in out
+
+
+def test_a_grade_belongs_to_the_weights_and_the_prompt(user, model_says):
+    write("a", A)
+    Path("p.txt").write_text("Is {answer} {reference}? {question}")
+    torch.manual_seed(0)
+    for edit, calls in (
+        (lambda: None, 1),
+        (lambda: torch.manual_seed(0), 0),  # the same weights, as a new start loads them
+        (lambda: torch.manual_seed(1), 1),
+        (lambda: Path("p.txt").write_text("{question}: {answer} for {reference}?"), 1),
+    ):
+        edit()
+        asked = model_says("x")
+        if calls:
+            seed = torch.initial_seed()
+        torch.manual_seed(seed)
+        assert user("a --by M --prompt p.txt")[0] == 0 and asked.call_count == calls
+    assert len({row["by"] for row in read_rows("a/grades.jsonl")}) == 3
+
+
+def test_the_newest_grade_counts_and_other_files_are_named(user):
+    write("A", {"Q0?": ["mother", "x"]})
+    write("B", {"Q0?": ["mother", "y"]})
+    assert user("B", right=())[0] == 0  # a mistake
+    code, out = user("A B", right={"mother"})
+    assert code == 0 and "B/grades.jsonl is not read" in out and "A: pass@1 .5" in out
+    assert user("B A --table --grades A/grades.jsonl")[1].count("pass@1 .5") == 2
+    rows = read_rows("B/grades.jsonl")
+    append_rows(Path("B/grades.jsonl"), [row | {"right": True} for row in rows])
+    code, out = user("B --table")
+    assert "2 answers were graded again, otherwise; the newer grade counts" in out
+    assert "B: pass@1 1" in out
+
+
+def test_two_people_have_names(user):
+    write("a", A)
+    assert user("a --name ann", right={"x"})[0] == 0
+    code, out = user("a --name bo", right={"y"})
+    assert code == 0 and "bo and ann agree on 1 of 3 answers" in out, out
+    for name in "verifier", "question", "key":  # no name is taken
+        assert f"by {name}:" in user(f"a --name {name}", right={"y"})[1]
+
+
+def test_one_question_with_two_references_is_two(user):
+    write("a", {"Q0?": ["v", "w"]})
+    row = read_rows("a/samples.jsonl")[0]
+    append_rows(Path("a/samples.jsonl"), [row | {"references": ["w"]}])
+    code, out = user("a", right={"v"})
+    assert code == 0 and out.count("reference:") == 2
+
+
+def test_what_cannot_be_read_is_one_line(user):
+    write("a", {"Q0?": ["v"]})
+    grades = [{"question": "Q0?", "references": ["0", "14"], "answer": "v", "by": "you"}]
+    for more in {}, {"right": "no"}:
+        Path("a/grades.jsonl").unlink(missing_ok=True)
+        append_rows(Path("a/grades.jsonl"), [grades[0] | more])
+        code, out = user("a --table")
+        assert code == 2 and "a/grades.jsonl, line 1: expected a grade" in out, out
+    Path("a/grades.jsonl").unlink()
+    append_rows(Path("a/grades.jsonl"), [grades[0] | {"right": True, "note": "ask Ann"}])
+    assert user("a --table")[0] == 0
+    for prompt, says in (
+        (b"{question} {answer}", "needs {question}, {reference}"),
+        (b"\xff", "cannot"),
+    ):
+        Path("p.txt").write_bytes(prompt)
+        code, out = user("a --by M --prompt p.txt")
+        assert code == 2 and says in out and "p.txt" in out, out
+
+
+def test_a_byte_that_is_not_utf_8_is_asked_again(script, monkeypatch):
+    write("a", {"Q0?": ["v"], "Q1?": ["w"]})
+    typed = io.TextIOWrapper(io.BytesIO(b"1\n\xff\n1\n"), "utf-8", "strict")
+    monkeypatch.setattr(sys, "stdin", typed)
+    code, out, _ = script(grade, "a")
+    assert code == 0 and out.count("expected the numbers") == 1 and "a: pass@1 1 ±" in out
 
 
 def test_where_nothing_is_in_doubt_all_is_known(user):
@@ -214,7 +305,7 @@ def test_where_nothing_is_in_doubt_all_is_known(user):
 def test_directories_that_cannot_be_graded(user):
     write("a", A), write("c", {"Q3?": ["w"]}), write("empty", {})
     Path("empty/samples.jsonl").touch()
-    says = {"a c": "no question is in all of these directories"}
+    says = {"a c": "no question is in all of these directories with the same references"}
     says |= {"empty": "empty has no evaluation", "nowhere": "nowhere/samples.jsonl: no such file"}
     for flags, expected in says.items():
         code, out = user(flags)

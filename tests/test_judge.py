@@ -8,6 +8,7 @@ from unittest import mock
 import numpy
 import pandas
 import pytest
+from conftest import tiny_model
 from processes import finish, run_in, start_ranks
 
 import cer
@@ -143,7 +144,7 @@ def test_the_actor_is_asked_once_about_a_group(script, toy_model_dir, monkeypatc
     code, _, err = script(judge, f"{flags} --rewards cer,verifree,exact,rule+cer,overlap+cer")
     assert code == 0 and score.call_count == 3, err
     answers = [{*row["answers"]} - {None, ""} for row in read_rows("j/samples.jsonl")]
-    assert program.call_count == sum(map(len, answers))
+    assert program.call_count == sum(map(len, answers)) + 3 * 3  # answers that say nothing
 
 
 def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatch):
@@ -168,6 +169,23 @@ def test_a_prompt_that_fills_the_models_positions_is_left_out(script, toy_model_
         code, _, err = script(module, f"{flags} --out {module.__name__}")
         assert code == 0 and "and 1 prompts more than" in err, err
         assert len(read_rows(f"{module.__name__}/samples.jsonl")) == 1
+
+
+def test_it_says_who_can_be_asked_and_what_nothing_receives(script, toy_model_dir, tokenizer):
+    flags = "--dataset toy-test --limit 2 --samples 4 --max-new-tokens 24"
+    code, out, err = script(judge, f"{flags} --model {toy_model_dir} --out a")
+    assert code == 0 and "asked is left out, since the model cannot be asked: it has 128" in err
+    assert "\nasked" not in out and "\ncer" in out
+    for part in tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer:
+        part.save_pretrained("long")
+    code, out, err = script(judge, f"{flags} --model {toy_model_dir} --verifier-model long --out b")
+    assert code == 0 and "\nasked" in out, err
+    rows, table = read_rows("b/samples.jsonl"), json.loads(Path("b/judge.json").read_text())
+    for name in "cer", "exact", "asked":
+        mean = sum(row["nothing"][name] for row in rows) / len(rows)
+        assert table[name]["says nothing"] == pytest.approx(mean)
+        assert (mean > 0) == (name != "exact")
+    assert table["verifree"]["says nothing"] is None
 
 
 @pytest.mark.parametrize("verdict, tokens", [(True, 32), (False, 2)])  # 2 are too few for a box

@@ -1,8 +1,10 @@
 """Every reward by its definition, and the verifiers."""
 
 import copy
+import dataclasses
 import random
 import re
+import statistics
 import string
 from collections import Counter
 from hashlib import sha256
@@ -13,8 +15,21 @@ import torch
 from conftest import SHARED, group_of, tiny_model
 from one_file import log_pi
 
-from engine.tokens import split_answer
-from reward_functions import REWARDS, Reward, f1, judge, rewards
+from engine.tokens import split_answer, vocabulary
+from reward_functions import (
+    ASK,
+    ASK_END,
+    REWARDS,
+    Reward,
+    ask,
+    asking_prompts,
+    decision_tokens,
+    f1,
+    judge,
+    judge_nothing,
+    rewards,
+    why_not_asked,
+)
 from runtime.cli import InputError
 from tasks import data, general_verifier, toy
 from tasks.verifiers import PROGRAMS, verify, words
@@ -155,6 +170,20 @@ def test_overlap_of_typography_and_of_scripts_without_spaces(answer, reference):
     assert f1(words(answer), words(reference)) == pytest.approx(share)
 
 
+def asked_by_definition(model, tokenizer, problem, answer):
+    """One plain forward pass of the whole prompt."""
+    references = " or ".join(f'"{each}"' for each in problem.references)
+    prompt = ASK.replace("{question}", problem.question).replace("{references}", references)
+    messages = [{"role": "user", "content": f"{prompt} {answer}{ASK_END}"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    encode = vocabulary(tokenizer).encode
+    p = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+    yes = {encode(word)[0] for word in ("Yes", "yes", "YES", " Yes")}
+    no = {encode(word)[0] for word in ("No", "no", "NO", " No")}
+    yes, no = yes - no, no - yes
+    return (p[[*yes]].sum() / (p[[*yes]].sum() + p[[*no]].sum())).item()
+
+
 def rewards_by_definition(model, tokenizer, group, references):
     """What every reward gives to each sample, spelled out -> one dict per sample."""
     found, expected = [split_answer(text) for text in group.texts], []
@@ -181,6 +210,8 @@ def rewards_by_definition(model, tokenizer, group, references):
             R["overlap+cer"] = (R["overlap"] + R["cer"]) / 2
             R["verifree"] = P[boxed.index(i)].item()
             R["general-verifier"] = float("14" in answer)  # as ask() below says
+            if answer:
+                R["asked"] = asked_by_definition(model, tokenizer, group.problem, answer)
         expected.append(R)
     return expected
 
@@ -209,6 +240,76 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
             assert received == pytest.approx(expected, rel=2e-3), group.texts[i]
     given = {answer for group in groups for answer in group.answers} - {None, ""}
     assert sorted(answer for _, answer in asked) == sorted(given) and len(given) > 4  # once each
+
+
+# --------------------------------------------------------------------------------------- Yes or No
+
+
+def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
+    """Over several questions, answers of different lengths and names of special tokens, behind a
+    chat template and without one. Each pair once, and what a question's answers share once."""
+    model = tiny_model(len(vocabulary(qwen_tokenizer).bytes), max_position_embeddings=1024)
+    problems = [data.Problem("Who?", "Ann"), data.Problem("How many?", "14", others=("fourteen",))]
+    answers = ["Ann", "<|im_end|> Yes", "the one who came first", "Ann", "", "é"]
+    texts = [rf"\boxed{{{answer}}}" for answer in answers]
+    groups = [group_of(qwen_tokenizer, texts, "x") for _ in problems]
+    groups = [dataclasses.replace(g, problem=p) for g, p in zip(groups, problems)]
+    plain = copy.deepcopy(qwen_tokenizer)
+    plain.chat_template = None
+    for tokenizer in qwen_tokenizer, plain:
+        passes = mock.Mock(side_effect=model.model.forward)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model, "forward", passes)
+            R = rewards("asked", judge(groups, {"yes"}, model, tokenizer))
+        sizes = [list(call.kwargs["input_ids"].shape) for call in passes.call_args_list]
+        assert [rows for rows, _ in sizes] == [1, 4, 1, 4]  # the shared part, four answers
+        assert R[:, 4].tolist() == [0, 0] and torch.equal(R[:, 0], R[:, 3])
+        yes, no = decision_tokens(tokenizer)
+        for problem, of_group in zip(problems, R):
+            for answer, received in zip(answers, of_group.tolist()):
+                if answer:
+                    [ids] = asking_prompts(tokenizer, problem, [answer])
+                    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == (
+                        1 if tokenizer.chat_template else 0
+                    )
+                    p = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+                    odds = p[yes].logsumexp(0) - p[no].logsumexp(0)
+                    assert received == pytest.approx(odds.sigmoid().item(), abs=1e-4)
+
+
+def test_yes_and_no_are_asked_by_tokens_of_their_own(tokenizer, monkeypatch):
+    yes, no = decision_tokens(tokenizer)  # the toy spells by characters; both begin with a space
+    assert [[tokenizer.decode(i) for i in ids] for ids in (yes, no)] in (
+        [["Y", "y"], ["N", "n"]],
+        [["y", "Y"], ["n", "N"]],
+    )
+    problem, model = data.Problem("How many?", "14"), tiny_model(len(tokenizer))
+    assert "positions, too few for" in why_not_asked([problem], (model, tokenizer), 500)
+    assert why_not_asked([problem], (model, tokenizer), 8) is None
+    monkeypatch.setattr("reward_functions.decision_tokens", lambda tokenizer: ([], []))
+    assert "with the same token" in why_not_asked([problem], (model, tokenizer), 8)
+
+
+def test_answers_that_say_nothing_by_hand(tokenizer):
+    """For CER rows of W without a column; the others as if they were answers of the group."""
+    model, names = tiny_model(len(tokenizer)), ["cer", "exact", "overlap", "asked", "verifree"]
+    texts = [r"3*4=12; so \boxed{14}", r"so 14 \boxed{14 eggs}", "no box"]
+    group = group_of(tokenizer, texts, ["Yes", "the reference"])
+    [judged] = judge([group], {"actor"}, model, tokenizer)
+    nothing = judge_nothing(judged, names, model, tokenizer)
+    said = [group.problem.question, "Yes", "the same as the reference answer"]
+    contexts = [group.prompt + group.solution(j) for j in (0, 1)]
+
+    def after(answer):
+        return torch.tensor([log_pi(model, tokenizer, c, answer) for c in contexts])
+
+    P = after("Yes").exp() + after("the reference").exp()
+    rho = [after(text).softmax(0) @ P for text in said]
+    assert nothing["cer"] == pytest.approx(statistics.mean(map(float, rho)), rel=1e-3)
+    assert nothing["exact"] == pytest.approx(1 / 3) and "verifree" not in nothing
+    assert nothing["overlap"] == pytest.approx((1 + 2 * 1 / 5) / 3)  # a word of four, of one
+    P_yes = ask(group.problem, said, (model, tokenizer))
+    assert nothing["asked"] == pytest.approx(statistics.mean(P_yes))
 
 
 # --------------------------------------------------------------------------------- General-verifier

@@ -3,13 +3,15 @@
 import functools
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import LOGS, steps_of, summary_of, written_by
+from conftest import LOGS, steps_of, summary_of, tiny_model, written_by
+from processes import finish, run_in, start_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
@@ -47,12 +49,21 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
     assert AutoTokenizer.from_pretrained(models[2]).chat_template
 
 
+@pytest.fixture(scope="session")
+def long_model_dir(tmp_path_factory, tokenizer):
+    """A model that can be asked: it has positions enough for the prompt."""
+    directory = tmp_path_factory.mktemp("long") / "model"
+    for part in tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer:
+        part.save_pretrained(directory)
+    return directory
+
+
 @pytest.mark.parametrize("reward", sorted(REWARDS.keys() - {"cer"}))
-def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
+def test_a_step_of_training(script, monkeypatch, quick, long_model_dir, reward):
     """Each row has the advantage of its sample over the others of its question."""
     monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 16)
     monkeypatch.setattr(train, "update", updated := mock.Mock(side_effect=train.update))
-    flags = f"{quick} --reward {reward} --verifier-model {toy_model_dir} --steps 1 --out run"
+    flags = f"{quick} --reward {reward} --verifier-model {long_model_dir} --steps 1 --out run"
     code, _, err = script(train, flags)
     assert code == 0 and re.search(f"^{re.escape(reward)} on ", err, re.M), err
     [line] = steps_of(Path("run"))
@@ -62,6 +73,18 @@ def test_a_step_of_training(script, monkeypatch, quick, toy_model_dir, reward):
     assert len(rows) == 16
     for row, A_i in zip(rows, A.flatten()):
         assert min(abs(weight - A_i) for weight in row.weights) < 1e-6
+
+
+def test_the_policy_is_asked_on_two_ranks(script, tmp_path, quick, toy_model_dir, long_model_dir):
+    """Each by its own copy. The toy's model has too few positions, and a line says so."""
+    flags = "--reward asked --steps 1 --out run"
+    code, _, err = script(train, f"{quick} {flags}")
+    assert code == 2 and "this model cannot be asked: it has 128 positions, too few" in err
+    shutil.rmtree("run")
+    flags = f"{quick} {flags}".replace(str(toy_model_dir), str(long_model_dir))
+    finish(start_ranks(2, run_in, tmp_path, train.main, flags))
+    [line] = steps_of(Path("run"))
+    assert 0 <= line["reward"] < 1 and line["grad_norm"] is not None
 
 
 def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
