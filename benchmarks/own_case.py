@@ -174,6 +174,7 @@ def tell(samples):
         print(shown.round(3).to_string())
         differences = aucs[:, :1] - aucs[:, 1:]
         say_differences("AUC: cer minus", NAMES[1:], differences)
+        say_differences("AUC: overlap+cer minus", ["overlap"], aucs[:, 5:] - aucs[:, 4:5])
         box, difference = any_box(frame)
         print(f"all samples, aim of 1 for any box: {box:.3f}; cer minus it: ", end="")
         print("{:.3f} ({:.3f} to {:.3f})".format(*difference))
@@ -300,6 +301,8 @@ def say_kind(title, aucs):
     print(f"{title}: {len(aucs)} questions")
     if len(aucs):
         print(f"AUC: {dict(zip(NAMES, aucs.mean(0).round(3).tolist()))}")
+        spread = aucs.std(0, ddof=1) if len(aucs) > 1 else aucs[0] * math.nan
+        print(f"standard deviation over questions: {dict(zip(NAMES, spread.round(3).tolist()))}")
         say_differences("AUC: cer minus", NAMES[1:], aucs[:, :1] - aucs[:, 1:])
 
 
