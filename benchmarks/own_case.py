@@ -171,10 +171,29 @@ def tell(samples):
         print(shown.round(3).to_string())
         differences = aucs[:, :1] - aucs[:, 1:]
         say_differences("AUC: cer minus", NAMES[1:], differences)
-        of = interval(products, lambda drawn: aim(drawn)[0] - aim(drawn)[1:], len(products))
-        for name, *values in zip(NAMES[1:], *of):
-            print("aim: cer minus {}: {:.3f} ({:.3f} to {:.3f})".format(name, *values))
+        say_differences("AUC: overlap+cer minus", ["overlap"], aucs[:, 5:] - aucs[:, 4:5])
+        box, difference = any_box(frame)
+        print(f"all samples, aim of 1 for any box: {box:.3f}; cer minus it: ", end="")
+        print("{:.3f} ({:.3f} to {:.3f})".format(*difference))
+        say_aims("all samples,", products)
+        products = advantage_products(frame[frame.answered], list(NAMES))
+        for name, *values in zip(NAMES, *interval(products, aim, len(products))):
+            print("answered samples, aim: {} {:.3f} ({:.3f} to {:.3f})".format(name, *values))
+        say_aims("answered samples,", products)
     say_differences("AUC: all minus one reference,", NAMES, tables["all"] - tables[0])
+
+
+def any_box(frame):
+    """The aim, over all samples, of a reward of 1 for any box; and CER's minus it, low, high."""
+    products = advantage_products(frame.assign(box=frame.answered.astype(float)), ["box", "cer"])
+    difference = interval(products, lambda drawn: aim(drawn)[1] - aim(drawn)[0], len(products))
+    return aim(products)[0], difference
+
+
+def say_aims(title, products):
+    of = interval(products, lambda drawn: aim(drawn)[0] - aim(drawn)[1:], len(products))
+    for name, *values in zip(NAMES[1:], *of):
+        print("{} aim: cer minus {}: {:.3f} ({:.3f} to {:.3f})".format(title, name, *values))
 
 
 def say_differences(title, names, differences):
@@ -231,20 +250,66 @@ def beyond_P(samples):
     print(f"a posterior spreads over {spread.mean():.2f} of {columns.mean():.2f} columns")
 
 
+# Of the right answers only these count.
+KINDS = {
+    "equal as text": lambda frame: frame.text == 1,
+    "not equal as text": lambda frame: frame.text == 0,
+    "not verbatim": lambda frame: frame.exact == 0,
+    "no word in common": lambda frame: frame.overlap == 0,
+}
+
+
+def aucs_of(kind, samples, which="all"):
+    """AUCs of each question where of the right answers only one kind counts."""
+    frame = with_rewards(samples, which)
+    kept = frame.answered & (~frame.right | KINDS[kind](frame))
+    return question_aucs(frame[kept], list(NAMES))
+
+
+def aucs_in_turn(kind, samples):
+    """The same, with each reference in turn as the only one, averaged over those with which the
+    question has right answers of this kind."""
+    found = []
+    for _, group in samples.groupby("line"):
+        by_reference = [aucs_of(kind, group, k) for k in range(len(group.cer.iloc[0]))]
+        by_reference = [aucs[0] for aucs in by_reference if len(aucs)]
+        if by_reference:
+            found.append(numpy.mean(by_reference, 0))
+    return numpy.array(found)
+
+
 def other_wordings(samples):
-    """Print question 5, AUC where of the right answers only those count that equal no reference
-    verbatim; and, which was not declared, only those that have no word in common with one."""
+    """Print question 5, AUC where of the right answers only some count. Declared was "not
+    verbatim", for MATH500."""
+    for kind in KINDS:
+        say_kind(kind, aucs_of(kind, samples))
+    kind = "no word in common"
+    say_kind(f"{kind}, each reference in turn as the only one", aucs_in_turn(kind, samples))
+
+
+def say_kind(title, aucs):
+    print(f"{title}: {len(aucs)} questions")
+    if len(aucs):
+        print(f"AUC: {dict(zip(NAMES, aucs.mean(0).round(3).tolist()))}")
+        spread = aucs.std(0, ddof=1) if len(aucs) > 1 else aucs[0] * math.nan
+        print(f"standard deviation over questions: {dict(zip(NAMES, spread.round(3).tolist()))}")
+        say_differences("AUC: cer minus", NAMES[1:], aucs[:, :1] - aucs[:, 1:])
+
+
+def less_than_the_mean(samples):
+    """Print how many verbatim samples receive less than the mean P of their group's solutions."""
     frame = with_rewards(samples, "all")
-    for title, reward in ("not verbatim", "exact"), ("without a word in common", "overlap"):
-        kept = frame[frame.answered & (~frame.right | (frame[reward] == 0))]
-        aucs = question_aucs(kept, list(NAMES))
-        print(f"{title}: {len(aucs)} questions")
-        if len(aucs):
-            print(f"AUC: {dict(zip(NAMES, aucs.mean(0).round(3).tolist()))}")
-            say_differences("AUC: cer minus", NAMES[1:], aucs[:, :1] - aucs[:, 1:])
+    frame = frame[frame.answered]
+    frame["mean"] = frame.groupby(level=0).verifree.transform("mean")
+    verbatim = frame[frame.exact == 1]
+    less = verbatim[verbatim.cer < verbatim["mean"] - 1e-6]
+    print(
+        f"{len(less)} of {len(verbatim)} verbatim samples, in {less.index.nunique()} of "
+        f"{verbatim.index.nunique()} questions, receive less than their group's mean P"
+    )
 
 
-PARTS = tell, wordings, beyond_P, other_wordings
+PARTS = tell, wordings, beyond_P, other_wordings, less_than_the_mean
 
 
 def main():
@@ -278,6 +343,10 @@ def main():
             for part in PARTS:
                 part(of_data)
                 print()
+        print("==== people's questions together")
+        people = [each for _, each in samples[samples.data != "math500"].groupby("data")]
+        for kind in KINDS:
+            say_kind(kind, numpy.concatenate([aucs_of(kind, each) for each in people]))
 
 
 if __name__ == "__main__":

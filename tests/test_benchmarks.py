@@ -9,6 +9,7 @@ from pathlib import Path
 
 import compare_rewards
 import gpu
+import numpy
 import own_case
 import pandas
 import pytest
@@ -61,36 +62,130 @@ def test_the_csv_of_the_own_case_is_what_judge_wrote(script, toy_model_dir, caps
     assert "1 questions, 16 samples" in capsys.readouterr().out
 
 
+ROOT = Path(own_case.__file__).parents[1]
+PAGE = (ROOT / "docs/measurements.md").read_text()
+MATHEMATICS, PEOPLE = PAGE.split("\n## Does it tell right from wrong ")[1:]
+OWN_CASE_PAGE = (ROOT / "benchmarks/results/own-case.md").read_text()
+
+
+@functools.cache
+def own_case_samples(data):
+    samples = own_case.read_csv(ROOT / "benchmarks/results/own-case.csv")
+    return samples[samples.data == data]
+
+
+def shown(page, label):
+    """The decimals and whole numbers of the row of a table that begins with label."""
+    [row] = [line for line in page.splitlines() if line.startswith(f"| {label} |")]
+    return [float(x) for x in re.findall(r"(?<![\w.])-?\d*\.?\d+", row.removeprefix(f"| {label}"))]
+
+
+def near(found, within=0.0051):
+    return pytest.approx([float(x) for x in found], abs=within)
+
+
+def with_interval(difference):
+    """of each question -> its mean, low, high"""
+    return [*judge.interval(difference, lambda drawn: drawn.mean(0), len(difference))]
+
+
+LABELS = {"cer": "`cer`", "verifree": "$P$ (`verifree`)", "exact": "`exact`"}
+LABELS |= {"text": "equal as text", "overlap": "`overlap`", "overlap+cer": "`overlap+cer`"}
+NAMES = list(own_case.NAMES)
+
+
 def test_the_numbers_of_the_own_case_are_those_of_its_csv():
-    """The table of docs/measurements.md, and the pairs that CER and P order differently."""
-    root = Path(own_case.__file__).parents[1]
-    samples = own_case.read_csv(root / "benchmarks/results/own-case.csv")
-    text = (root / "docs/measurements.md").read_text()
-    mathematics, page = text.split("\n## Does it tell right from wrong ")[1:]
-    math500 = own_case.with_rewards(samples[samples.data == "math500"], "all")
-    samples = samples[samples.data == "squad"]
-    labels = {"cer": "`cer`", "verifree": "`verifree` ($P$)", "exact": "`exact`"}
-    labels |= {name: f"`{name}`" for name in ("overlap", "overlap+cer")} | {"text": "equal as text"}
-    tables = []
+    """AUC and aim of docs/measurements.md, and the pairs that CER and P order differently."""
+    samples = own_case_samples("squad")
+    columns = []
     for which in (0, "all"):
         frame = own_case.with_rewards(samples, which)
-        tables.append(judge.judge_rewards(frame, list(own_case.NAMES))[1])
-    for name, label in labels.items():
-        row = next(line for line in page.splitlines() if line.startswith(f"| {label} |"))
-        shown = [float(x) for x in re.findall(r"\.\d+", row)]
-        ends = [f"{of}{end}" for of in ("AUC", "aim") for end in ("", ", low", ", high")]
-        assert shown == pytest.approx([t[end][name] for t in tables for end in ends], abs=0.0051)
-    assert "CER is right in 46 and $P$ in 16" in page
-    frame = own_case.with_rewards(samples, "all")
-    shown = re.findall(r"\| ([\d.]+) \([\d., ]+\) \|\n", mathematics)
-    aucs = judge.question_aucs(math500, ["cer", "verifree", "exact", "overlap"])
-    assert [float(x) for x in shown] == pytest.approx(list(aucs.mean(0)), abs=0.0051)
-    for row, reward in ("not verbatim", "exact"), ("no word in common", "overlap"):
-        some = frame[~frame.right | (frame[reward] == 0)]
-        aucs = judge.question_aucs(some, ["exact", "verifree", "cer", "overlap", "overlap+cer"])
-        [line] = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
-        shown = [float(x) for x in re.findall(r"\d*\.?\d+", line)]
-        assert shown == pytest.approx([len(aucs), *aucs.mean(0)], abs=0.0051)
+        table = judge.judge_rewards(frame, NAMES)[1]
+        columns += [table[f"AUC{end}"] for end in ("", ", low", ", high")]
+        products = judge.advantage_products(frame[frame.answered], NAMES)
+        columns += judge.interval(products, judge.aim, len(products))
+    table = PEOPLE.split("\n\nAUC and aim are")[0]
+    for k, label in enumerate(LABELS.values()):
+        assert shown(table, label) == near(numpy.array(columns)[:, k])
+    assert "CER is right in 46 and $P$ in 16" in PEOPLE
+    frame = own_case.with_rewards(own_case_samples("math500"), "all")
+    rewards = ["cer", "verifree", "exact", "overlap"]
+    aucs = judge.question_aucs(frame[frame.answered], rewards)
+    shown_there = re.findall(r"\| ([\d.]+) \([\d., ]+\) \|\n", MATHEMATICS)
+    assert [float(x) for x in shown_there] == near(aucs.mean(0))
+
+
+def test_aim_over_all_samples_measures_boxing():
+    """The table of own-case.md; 1 for any box; and the differences in docs/measurements.md."""
+    samples, page = own_case_samples("squad"), PEOPLE
+    assert f"{1 - samples.answered.mean():.0%} of the samples have no box" in page
+    columns = []
+    for which, stated in (0, [-0.160, -0.230, -0.094]), ("all", [0.042, -0.006, 0.093]):
+        frame = own_case.with_rewards(samples, which)
+        products = judge.advantage_products(frame, NAMES)
+        columns += judge.interval(products, judge.aim, len(products))
+        box, difference = own_case.any_box(frame)
+        assert shown(OWN_CASE_PAGE, "1 for any box")[-2:] == near([box, box])
+        assert stated == near(difference, 0.00051)
+        assert "{:.3f} ({:.3f} to {:.3f})".format(*stated).replace("0.", ".") in OWN_CASE_PAGE
+    assert "is ahead by .042 (-.006 to .093)" in page and "an aim of .69" in page
+    for k, label in enumerate(LABELS.values()):
+        label = label.replace("$P$ (`verifree`)", "`verifree`")
+        table = OWN_CASE_PAGE.split("## Aim over all samples")[1]
+        assert shown(table.split("\n## ")[0], label) == near(numpy.array(columns)[:, k])
+    aucs = judge.question_aucs(frame[frame.answered], NAMES)
+    _, table = page.split("\n| `cer` minus |")
+    aims = judge.advantage_products(frame[frame.answered], NAMES)
+    for k, label in (1, "$P$"), (2, "`exact`"), (3, "equal as text"), (4, "`overlap`"):
+        aim = judge.interval(
+            aims, lambda drawn, k=k: judge.aim(drawn)[0] - judge.aim(drawn)[k], len(aims)
+        )
+        both = [*with_interval(aucs[:, 0] - aucs[:, k]), *aim]
+        assert shown(table.split("\n\n")[0], label) == near(both, 0.00051)
+    both = with_interval(aucs[:, 5] - aucs[:, 4])
+    assert [0.013, -0.005, 0.031] == near(both, 0.00051) and ".013 (-.005 to .031)" in page
+
+
+def test_cer_is_ahead_of_P_on_answers_that_equal_a_reference():
+    """The table of kinds of right answers, with FairytaleQA, and each reference in turn."""
+    squad, fairytale = own_case_samples("squad"), own_case_samples("fairytaleqa")
+    found = {
+        kind: own_case.aucs_of(kind, squad)
+        for kind in ("equal as text", "not equal as text", "no word in common")
+    }
+    frame = own_case.with_rewards(squad, "all")
+    found["all"] = judge.question_aucs(frame[frame.answered], NAMES)
+    there = own_case.aucs_of("not equal as text", fairytale)
+    found["the same on FairytaleQA"] = there
+    found["the same on both"] = numpy.concatenate([there, found["not equal as text"]])
+    table = PEOPLE.split("### Where is CER ahead of P?")[1].split("\n### ")[0]
+    for label, aucs in found.items():
+        means = [aucs[:, NAMES.index(x)].mean() for x in ("exact", "verifree", "cer", "overlap")]
+        numbers = shown(table, label)
+        assert numbers[0] == len(aucs) and numbers[1:5] == near(means)
+        assert numbers[5:] == near(with_interval(aucs[:, 0] - aucs[:, 1]), 0.00051)
+    page = PEOPLE.split("### And where a right answer")[1].split("\n### ")[0]
+    spread = found["no word in common"].std(0, ddof=1)
+    assert [0.43, 0.38] == near(spread[:2]) and ".43, and that of $P$ with .38" in page
+    turns = own_case.aucs_in_turn("no word in common", squad)
+    error = turns.std(0, ddof=1) / len(turns) ** 0.5
+    each = re.findall(r"-?(?:\.\d+|(?<=gives )\d+)", page[page.index("Each") :])
+    numbers = [float(x) for x in each]
+    difference = turns[:, 0] - turns[:, 1]
+    expected = [len(turns), turns[:, 0].mean(), error[0], turns[:, 1].mean(), error[1]]
+    assert numbers[:5] == near(expected)
+    both = [difference.mean(), difference.std(ddof=1) / len(turns) ** 0.5]
+    assert numbers[5:] == near(both, 0.00051)
+
+
+def test_verbatim_samples_that_receive_less_than_the_mean(capsys):
+    own_case.less_than_the_mean(own_case_samples("squad"))
+    numbers = "18 of 270 verbatim samples, in 10 of 103 questions"
+    assert numbers in capsys.readouterr().out
+    assert numbers in " ".join(PEOPLE.split())
+    group = own_case.with_rewards(own_case_samples("squad"), "all").loc[115].query("answered")
+    [least] = group[group.answer == "revolution"].cer
+    assert [0.34, 0.50] == near([least, group.verifree.mean()])
 
 
 def test_the_numbers_of_training_on_people_s_questions_are_those_of_its_csv(monkeypatch):
