@@ -218,7 +218,7 @@ def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("directories", nargs="+", metavar="DIR", help="of judge, evaluate or train")
-    add("--by", metavar="MODEL", help="a model grades: its id or path (default: you)")
+    add("--by", default="you", metavar="you|MODEL", help="who grades: you, or a model's id or path")
     add("--name", default="you", help="your name, if several people grade")
     add("--prompt", help="file with another prompt for the model")
     add("--grades", help="the file of grades (default: grades.jsonl in the first DIR)")
@@ -235,9 +235,9 @@ def main():
         other = directory / "grades.jsonl"
         if other.exists() and other != grades.path:
             cli.say(f"{other} is not read: one file holds the grades of a call (--grades)")
-    by = args.name
+    by, by_a_model = args.name, args.by != "you"
     if not args.table:
-        if args.by:
+        if by_a_model:
             model = load(args.by, init_ranks())
             by = name_of(args.by, model[0], prompt)
         todo = {}
@@ -245,9 +245,11 @@ def main():
             doubts = in_doubt(own).items()
             if new := [answer for key, answer in doubts if (case, key) not in grades.said[by]]:
                 todo[case] = new
-        by_model(todo, grades, by, model, prompt) if args.by else by_person(todo, grades, by)
-        if args.by:
+        if by_a_model:
+            by_model(todo, grades, by, model, prompt)
             dist.destroy_process_group()
+        else:
+            by_person(todo, grades, by)
     if not cli.is_rank_0():
         return
     columns = {name: grades.column(cases, name) for name in dict.fromkeys([by, *grades.said])}

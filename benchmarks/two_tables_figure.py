@@ -2,10 +2,12 @@
 
     python benchmarks/two_tables_figure.py     # runs/two_tables.png, in two minutes
     python benchmarks/two_tables_figure.py --forms 16 --lr .05 .1 .2 .4
+    python benchmarks/two_tables_figure.py --asked    # runs/asked.png, in five minutes
 
 K policies, one for each seed, are trained at once. A step samples N answers to each of B questions.
 There are S solutions and V = S F answers. pass@1 is the probability of value 0 in any form. Slips
 are wrong values after the right solution. ".8 at" is the first step with a mean pass@1 of .8.
+With --asked there is one answer more, which says nothing, and a judge who pays it by its face.
 """
 
 import sys
@@ -23,16 +25,24 @@ from runtime.cli import Parser, number, run_script
 # ------------------------------------------------------------------------------------ the training
 
 
-def two_tables(K, F, slip, skew=0.0, S=6):
+def two_tables(K, F, slip, skew=0.0, nothing=0.0, S=6):
     """The policy before training -> theta [K, S], phi [K, S, V]. The right solution has probability
-    0.2. The forms are equally likely, or their logits have the standard deviation skew."""
+    0.2. The forms are equally likely, or their logits have the standard deviation skew. With
+    nothing > 0 there is one answer more, the last, which has this probability after each
+    solution."""
     prior = torch.tensor([0.2] + [0.8 / (S - 1)] * (S - 1))
     value = torch.full((S, S), slip / (S - 1)).fill_diagonal_(1 - slip).clamp_min(1e-4)
     phi = (value.log()[:, :, None] + skew * torch.randn(K, 1, 1, F)).flatten(2)
+    if nothing:
+        odds = nothing / (1 - nothing) * phi.exp().sum(-1, keepdim=True)
+        phi = torch.cat([phi, odds.log()], -1)
     return prior.log().repeat(K, 1).requires_grad_(), phi.requires_grad_()
 
 
-def judge(reward, theta, phi, s, a, reference, M, by_std=False):
+RIGHT, WRONG = 0.70, 0.28  # what a 1.5B model that is asked gives to answers (asked.md)
+
+
+def judge(reward, theta, phi, s, a, reference, M, by_std=False, payment=0.83):
     """Samples s, a [K, B, N] and references [K, B] -> R [K, B, N], and the losses [K, B]."""
     (K, _, N), (S, V) = s.shape, phi.shape[1:]
     k, reference = torch.arange(K)[:, None, None], reference[..., None]  # both before [K, B, N]
@@ -51,6 +61,7 @@ def judge(reward, theta, phi, s, a, reference, M, by_std=False):
         "VeriFree": of_reference.gather(-1, s).exp(),
         "CER": R_cer,
         "Rule+CER": (right + R_cer) / 2,  # with a perfect rule
+        "asked": torch.where(a == V // S * S, payment, torch.where(right > 0, RIGHT, WRONG)),
     }[reward]
     A = leave_one_out(R)
     # GRPO divides by the group's standard deviation. The paper does not.
@@ -62,20 +73,24 @@ def judge(reward, theta, phi, s, a, reference, M, by_std=False):
 
 
 def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=100, seeds=200,
-          fixed_form=False, optimizer=torch.optim.Adam, lr=0.05, by_std=False):  # fmt: skip
-    """Train one policy per seed -> pass@1 and slips left, both [seeds, steps + 1]. M = None means
-    M = N. With fixed_form the question is the same at every step, and its reference has form 0."""
+          fixed_form=False, optimizer=torch.optim.Adam, lr=0.05, by_std=False,
+          nothing=0.0, payment=0.83):  # fmt: skip
+    """Train one policy per seed -> pass@1, slips left and the share of the last answer (which says
+    nothing, if nothing > 0), [3, seeds, steps + 1]. M = None means M = N. With fixed_form the
+    question is the same at every step, and its reference has form 0. payment: what a judge who is
+    asked gives to the answer that says nothing."""
     torch.manual_seed(0)
-    theta, phi = two_tables(seeds, forms, slip, skew)
+    theta, phi = two_tables(seeds, forms, slip, skew, nothing)
     optimizer, curves = optimizer([theta, phi], lr=lr), []
     for _ in range(steps + 1):
         pi_s, pi_a = theta.detach().softmax(-1), phi.detach().softmax(-1)
         right = pi_a[..., :forms].sum(-1)  # pi(value 0|s)  [K, S]
-        curves.append(torch.stack([(pi_s * right).sum(-1), 1 - right[:, 0]]))
+        last = (pi_s * pi_a[..., -1]).sum(-1)
+        curves.append(torch.stack([(pi_s * right).sum(-1), 1 - right[:, 0], last]))
         reference = torch.randint(1 if fixed_form else forms, (seeds, questions))
         s = pi_s.multinomial(questions * N, replacement=True).view(seeds, questions, N)
         a = pi_a[torch.arange(seeds)[:, None, None], s].flatten(0, 2).multinomial(1).view_as(s)
-        R, losses = judge(reward, theta, phi, s, a, reference, M or N, by_std)
+        R, losses = judge(reward, theta, phi, s, a, reference, M or N, by_std, payment)
         optimizer.zero_grad()
         losses.mean(1).sum().backward()  # the policies share no weights
         optimizer.step()
@@ -97,7 +112,7 @@ def draw_panel(axis, title, curves, steps, **options):
     for name, own in curves.items():
         reward = name.split(",")[0]
         found = train(reward, steps=steps, **options | own)
-        mean, slips = found.mean(1)
+        mean, slips, _ = found.mean(1)
         reached = next((t for t in range(steps + 1) if mean[t] >= 0.8), "-")
         row = "".join(f"{x:6.3f}" for x in mean[columns])
         print(f"  {name:26}{row}{slips[-1]:8.3f}{reached:>7}", flush=True)
@@ -111,6 +126,38 @@ def draw_panel(axis, title, curves, steps, **options):
         axis.legend(handles=others, frameon=False, loc="lower right", fontsize="x-small")
 
 
+def draw_asked(out, seeds):
+    """A judge who is asked, beside CER and exact match: pass@1, and the share of answers that say
+    nothing. Also prints a table."""
+    columns = 0, 100, 200, 300, 600
+    curves = [("exact match", {}), ("CER", {})]
+    curves += [("asked", {"payment": pay}) for pay in (0.57, 0.70, 0.83)]
+    figure, axes = plt.subplots(
+        2, 2, figsize=(9.5, 6), sharex=True, sharey=True, layout="constrained"
+    )
+    for place, share in enumerate((0.02, 0.001)):
+        for reward, own in curves:
+            found = train(reward, steps=600, seeds=seeds, nothing=share, **own).mean(1)
+            name = reward + (
+                f", nothing pays {own['payment']:.2f}".replace("0.", ".") if own else ""
+            )
+            shade = {0.57: 0.35, 0.70: 0.65}.get(own.get("payment"), 1)
+            colour, dashes, _ = CURVES.get(reward, ("#CC0000", "-", 2))
+            for axis, row, what in zip(axes[:, place], (0, 2), ("pass@1", "nothing")):
+                numbers = "".join(f"{x:6.3f}" for x in found[row][list(columns)])
+                print(f"{share:6.1%} {what:8} {name:28}{numbers}", flush=True)
+                axis.plot(found[row], dashes, color=colour, alpha=shade, label=name)
+        axes[0, place].set(
+            title=f"at the start {share:.1%} of answers say nothing", ylim=(-0.02, 1.02)
+        )
+    axes[0, 0].set_ylabel("pass@1")
+    axes[1, 0].set_ylabel("share that says nothing")
+    handles = axes[0, 0].get_lines()
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.supxlabel(f"step (a judge who pays right answers {RIGHT}, wrong ones {WRONG})")
+    figure.savefig(out, dpi=150)
+
+
 def main():
     parser = Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, number(int, 1)
@@ -118,10 +165,14 @@ def main():
     add("--lr", type=number(float, 0), nargs="+", default=[0.05], help="learning rates, likewise")
     add("--steps", type=count, default=100, help="optimizer steps")
     add("--seeds", type=number(int, 2), default=200, help="policies trained at once")
-    add("--out", type=Path, default=Path("runs/two_tables.png"), help="the figure")
+    add("--asked", action="store_true", help="draw what asking does, with an answer more")
+    add("--out", type=Path, help="the figure (default: runs/two_tables.png or runs/asked.png)")
     args = parser.parse_args()
+    args.out = args.out or Path("runs", "asked.png" if args.asked else "two_tables.png")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # in tensors this small, threads mostly wait for each other
+    if args.asked:
+        return draw_asked(args.out, args.seeds)
 
     same = {"steps": args.steps, "seeds": args.seeds, "lr": args.lr[0]}
     panels = {}  # title -> (its options, its curves)
