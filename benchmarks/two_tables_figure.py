@@ -127,34 +127,36 @@ def draw_panel(axis, title, curves, steps, **options):
 
 
 def draw_asked(out, seeds):
-    """A judge who is asked, beside CER and exact match: pass@1, and the share of answers that say
-    nothing. Also prints a table."""
-    columns = 0, 100, 200, 300, 600
-    curves = [("exact match", {}), ("CER", {})]
-    curves += [("asked", {"payment": pay}) for pay in (0.57, 0.70, 0.83)]
-    figure, axes = plt.subplots(
-        2, 2, figsize=(9.5, 6), sharex=True, sharey=True, layout="constrained"
+    """A judge who is asked, beside CER and exact match, where 2% of all answers say nothing at the
+    start: pass@1, and the share of answers that say nothing. Also prints a table, with .1%, too."""
+    columns = [0, 100, 200, 300, 600]
+    curves = {"exact match": {}, "CER": {}}
+    for payment in 0.57, 0.70, 0.83:
+        name = f"asked, nothing receives {payment:.2f}".replace("0.", ".")
+        curves[name] = {"payment": payment}
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True, layout="constrained")
+    for share in 0.001, 0.02:
+        for name, own in curves.items():
+            reward = name.split(",")[0]
+            pass_at_1, _, nothing = train(
+                reward, steps=600, seeds=seeds, nothing=share, **own
+            ).mean(1)
+            colour, dashes, width = CURVES.get(reward, ("#CC0000", "-", 2))
+            opaque = own.get("payment", 1) ** 4 / 0.83**4 if own else 1
+            for axis, title, curve in (
+                (axes[0], "pass@1", pass_at_1),
+                (axes[1], "answers that say nothing", nothing),
+            ):
+                numbers = "".join(f"{x:6.3f}" for x in curve[columns])
+                print(f"{share:.1%} at the start, {title:26}{name:28}{numbers}", flush=True)
+                if share == 0.02:
+                    axis.plot(
+                        curve, dashes, color=colour, alpha=opaque, linewidth=width, label=name
+                    )
+                    axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
+    figure.legend(
+        handles=axes[0].get_lines(), loc="outside lower center", ncols=3, frameon=False, fontsize=11
     )
-    for place, share in enumerate((0.02, 0.001)):
-        for reward, own in curves:
-            found = train(reward, steps=600, seeds=seeds, nothing=share, **own).mean(1)
-            name = reward + (
-                f", nothing pays {own['payment']:.2f}".replace("0.", ".") if own else ""
-            )
-            shade = {0.57: 0.35, 0.70: 0.65}.get(own.get("payment"), 1)
-            colour, dashes, _ = CURVES.get(reward, ("#CC0000", "-", 2))
-            for axis, row, what in zip(axes[:, place], (0, 2), ("pass@1", "nothing")):
-                numbers = "".join(f"{x:6.3f}" for x in found[row][list(columns)])
-                print(f"{share:6.1%} {what:8} {name:28}{numbers}", flush=True)
-                axis.plot(found[row], dashes, color=colour, alpha=shade, label=name)
-        axes[0, place].set(
-            title=f"at the start {share:.1%} of answers say nothing", ylim=(-0.02, 1.02)
-        )
-    axes[0, 0].set_ylabel("pass@1")
-    axes[1, 0].set_ylabel("share that says nothing")
-    handles = axes[0, 0].get_lines()
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-    figure.supxlabel(f"step (a judge who pays right answers {RIGHT}, wrong ones {WRONG})")
     figure.savefig(out, dpi=150)
 
 

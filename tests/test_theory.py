@@ -79,6 +79,19 @@ def given_the_answer(prior, likelihood, N, closes=1.0):
     return mean, square - mean**2
 
 
+def test_an_answer_that_says_nothing_takes_from_the_reference():
+    """With probability eps after every solution: rewards shrink by 1 - eps, their mean is still
+    the reference's probability, and the empty answer receives the mean of P."""
+    eps = 0.3
+    for prior, likelihood, rho in policies():
+        more = torch.cat([(1 - eps) * likelihood, torch.full((S, 1), eps).double()], 1)
+        with_nothing = rho_of(prior, more)
+        assert torch.allclose(with_nothing[:A], (1 - eps) * rho)
+        of_reference = (prior @ more)[0]
+        assert torch.allclose((prior @ more) @ with_nothing, of_reference)
+        assert torch.allclose(with_nothing[A], of_reference)
+
+
 def test_the_own_column_makes_cer_unbiased_given_the_answer():
     """At every N, with a variance that falls with N. The own solution and M - 1 random ones are a
     group of M. Samples without a box change nothing. With N columns that are independent of the
