@@ -3,7 +3,7 @@
     python benchmarks/own_case.py rows squad_human.jsonl --lines 100-399 --out squad.jsonl
     python benchmarks/own_case.py csv runs/squad --name squad --lines 100-399 --by llm > FILE.csv
     python benchmarks/own_case.py table FILE.csv
-    python benchmarks/own_case.py ask runs/squad squad_human.jsonl --lines 260-399 --model DIR --out F
+    python benchmarks/own_case.py ask runs/squad squad_human.jsonl --lines 260-399 --model M --out F
 
 Each line of squad_human.jsonl has a passage, a question, and references, what several people have
 answered. `rows` makes {"question": worked examples, passage and question, "answer": references}.
