@@ -165,6 +165,7 @@ def test_a_walk_through_the_steps(tmp_path):
         $("typed").value = " 18 "; $("typed").onchange();
         check("typed", /gives “18” .089, and exact match 0/.test(text("posterior")));
         for (const step of order) { await go(step); note(step); }
+        check("links", all("a").every(({ href }) => /#step-|^https:/.test(href)));
         await go("refs"); guess("refs", 0); $("refs").children[1].click(); note("two");
         await go("slip"); guess("slip", 0); note("slip"); $("rare").click(); note("rare");
         $("rare").click(); note("back");
@@ -223,8 +224,8 @@ def test_the_reader_builds_a_reward(tmp_path):
     some, g, whole, without, biased = in_browser(tmp_path, steps)
     W, P = torch.tensor(g["W"])[0], torch.tensor(g["P"])
     level = [short((W * P)[keep].sum() / W[keep].sum()) for keep in ([1, 7, 4], slice(1, 8))]
-    assert [some, without] == [f"so far {level[0]}", f"R without its own solution {level[1]}"]
-    assert whole == f"so far {short(g['R'][0])}"
+    assert [some, without] == [f"so far {level[0]}, ρ .443", f"without its own {level[1]}, ρ .443"]
+    assert whole == f"so far {short(g['R'][0])}, ρ .443"
     for rho, R, out in biased:
         assert float(R) == pytest.approx(float(rho), abs=0.006)
         assert abs(float(out) - float(rho)) > 0.01
