@@ -276,5 +276,5 @@ class RunLog:
         print("  training minutes  " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
         print(f"  model             {self.out}/checkpoints/step-{self.last_step}")
         print(f"  curves            python plot.py {self.out}")
-        print(f"  samples           open {self.out}/samples.jsonl in docs/explore.html")
+        print(f"  samples           open {self.out}/samples.jsonl in docs/samples.html")
         say_grade([row.get("verifier") for row in rows], self.out)
