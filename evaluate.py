@@ -98,7 +98,7 @@ def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
     """Print some samples of one question, each with its answer."""
     problems, _ = usable_prompts(tokenizer, [Problem(question, "?")], "--ask")
     [group] = sample(model, tokenizer, problems, runs, max_new_tokens, **settings)
-    for text, answer in zip(group.texts, group.answers):
+    for text, answer in zip(group.texts, group.answers) if cli.is_rank_0() else ():
         print(f"{text.strip()}\n-> {'no answer' if answer is None else answer}\n")
 
 

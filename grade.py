@@ -93,7 +93,7 @@ class Grades:
             cli.say(
                 f"{path}: {changed} answers were graded again, otherwise; the newer grade counts"
             )
-        if rows:  # without the half line that a kill may have left
+        if path.exists() and not path.read_bytes().endswith(b"\n"):  # a kill left half a line
             write_atomically(path, to_jsonl(rows))
 
     def save(self, case, answer, right, by, **more):

@@ -179,7 +179,7 @@ def main():
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset, positions(actor) - 1)
     show_first(tokenizer, problems, args.dataset)
-    verifier_model = args.verifier_model and load(args.verifier_model, device)
+    verifier_model = args.verifier_model and load(args.verifier_model, device, check_scoring)
     if "asked" in names:
         asked_model = verifier_model or (actor, tokenizer)
         if reason := why_not_asked(problems, asked_model, args.max_new_tokens):

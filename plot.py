@@ -44,6 +44,7 @@ COLOURS = {  # of each reward, in every figure
     "general-verifier": "#E69F00",
     "overlap": "#56B4E9",
     "overlap+cer": "#8C564B",
+    "asked": "#CC0000",
 }
 
 

@@ -48,8 +48,12 @@ def main():
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
     actor, tokenizer = load(model_path, device, check_sampling, check_scoring, dtype=args.dtype)
     reward, verifier_model = REWARDS[args.reward], None
-    if "model" in reward.asks or args.verifier_model:
+    if "model" in reward.asks:
         verifier_model = load(args.verifier_model or GENERAL_VERIFIER, device)
+    elif args.verifier_model:
+        unused = f"--reward {args.reward} asks no --verifier-model"
+        cli.require("yes" in reward.asks, unused)
+        verifier_model = load(args.verifier_model, device, check_scoring)
     problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
     if held_out:
         held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)

@@ -93,9 +93,10 @@ def plain_text(text):
     plain = re.sub(r"\\?\$", "", plain)
     plain = " ".join("".join(map(plain_character, plain)).split())
     ends = "".join(c for c in plain if c == "'" or unicodedata.category(c) == "Po")
-    ends = re.escape(re.sub(r"[%#&@*/\\]", "", ends)) + " "  # these say something
-    # The point of .5 stays, and so does a text of punctuation alone.
-    return re.sub(rf"^(?:(?!\.\d)[{ends}])+|[{ends}]+$", "", plain) or text
+    ends = re.escape(re.sub(r"[%‰#&@*/\\′″]", "", ends)) + " "  # these say something
+    # So do the point of .5 and the mark of a factorial. A text of punctuation alone stays.
+    plain = re.sub(rf"^(?:(?!\.\d)[{ends}])+", "", plain) or plain
+    return re.sub(rf"(?:(?!(?<=[\d)])!)[{ends}])+$", "", plain) or plain or text
 
 
 def plain_character(c):

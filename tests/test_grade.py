@@ -275,6 +275,8 @@ def test_what_cannot_be_read_is_one_line(user):
         append_rows(Path("a/grades.jsonl"), [grades[0] | more])
         code, out = user("a --table")
         assert code == 2 and "a/grades.jsonl, line 1: expected a grade" in out, out
+    Path("a/grades.jsonl").write_text('{"question": "Q')  # a kill in the first save
+    assert user("a", right={"v"})[0] == user("a --table")[0] == 0
     Path("a/grades.jsonl").unlink()
     append_rows(Path("a/grades.jsonl"), [grades[0] | {"right": True, "note": "ask Ann"}])
     assert user("a --table")[0] == 0

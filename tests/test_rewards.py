@@ -15,7 +15,7 @@ import torch
 from conftest import SHARED, group_of, tiny_model
 from one_file import log_pi
 
-from engine.tokens import split_answer, vocabulary
+from engine.tokens import Box, split_answer, vocabulary
 from reward_functions import (
     ASK,
     ASK_END,
@@ -31,6 +31,7 @@ from reward_functions import (
     why_not_asked,
 )
 from runtime.cli import InputError
+from runtime.report import group_metrics
 from tasks import data, general_verifier, toy
 from tasks.verifiers import PROGRAMS, verify, words
 
@@ -63,13 +64,13 @@ VERDICTS = {  # (verifier, reference): {answer: whether it is right}
     ("text", r"\text{the fi\$h}"): {"The ﬁh": True},
     ("text", "3 1/2"): {"31/2": False},
     ("text", "102"): {"10²": False, "１０２": True},
-    ("text", "5"): {"-5": False, "5.": True},  # a sign is no punctuation
     ("text", ".5"): {"5": False, "0.5": False, "(.5.": False},  # nor the point of .5
     ("text", "Zürich"): {"Zu\u0308rich": True, "“$Zürich$”": True, "Zü\u200brich": True},
     ("text", "1914-18"): {"1914–18": True, "191418": False},
     ("text", "it's"): {"it’s": True, "its": False},
     ("text", "北京"): {"北京。": True},
     ("text", "C#"): {"C": False, "C#.": True},
+    ("text", "5"): {"-5": False, "5.": True, "5!": False, "5′": False, "5‰": False, '"5".': True},
     ("text", "..."): {"": False},
     ("toy-rule", "it is 14"): {"14 eggs": True, "fourteen": False, "1 4": False},
     ("toy-truth", "it is 14"): {"fourteen": True, "15": False},  # it knows words too
@@ -109,6 +110,15 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     assert rewards("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
+
+
+def test_exact_match_composes_accents_on_both_sides(tokenizer):
+    groups = [group_of(tokenizer, [r"\boxed{x}"] * 3, "é")]
+    boxes = [Box(0, text, "}") for text in ("e\u0301", "é", "e")]
+    groups = [dataclasses.replace(groups[0], boxes=boxes)]
+    judged = judge(groups, set(), None, None)
+    assert rewards("exact", judged).tolist() == [[1, 1, 0]]
+    assert group_metrics(judged[0], torch.zeros(3), torch.zeros(3))["exact_match"] == 2 / 3
 
 
 def test_a_time_out_is_wrong():
