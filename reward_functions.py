@@ -132,14 +132,16 @@ def why_not_asked(problems, asked_model, max_new_tokens):
 
 
 def judge_nothing(judged, names, actor, tokenizer, verifier_model=None) -> dict[str, float]:
-    """What rewards give in the mean to three answers that say nothing, if a sample of this group
-    had written them: {name: reward}. Not for VeriFree's P, which looks at solutions."""
+    """What rewards give in the mean to answers that say nothing, if a sample of this group had
+    written them: {name: reward}. Not for VeriFree's P, which looks at solutions. The answers get
+    rows of W, but no columns."""
     group, scores = judged.group, judged.scores
     texts = [group.problem.question.strip()[-200:], "Yes", "the same as the reference answer"]
+    texts = [text for text in texts if not verbatim(text, group.problem.references)]
     written = dataclasses.replace(group, boxes=[Box(0, text, "}") for text in texts])
     asked = set().union(*(REWARDS[name].asks for name in names)) - {"actor"}
     [said] = judge([written], asked, actor, tokenizer, verifier_model=verifier_model)
-    if scores:  # rows of W, without a column of their own
+    if scores:
         contexts = [group.prompt + group.solution(j) for j in scores.columns]
         log_W = cer.answer_logprobs(actor, tokenizer, contexts, texts).cpu()
         rows = dict(answers=texts, distinct_answers=texts, log_W=log_W)

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import asked
 import compare_rewards
 import gpu
 import numpy
@@ -128,7 +129,7 @@ def test_aim_over_all_samples_measures_boxing():
         assert shown(OWN_CASE_PAGE, "1 for any box")[-2:] == near([box, box])
         assert stated == near(difference, 0.00051)
         assert "{:.3f} ({:.3f} to {:.3f})".format(*stated).replace("0.", ".") in OWN_CASE_PAGE
-    assert "is ahead by .042 (-.006 to .093)" in page and "an aim of .69" in page
+    assert "is higher by .042 (-.006 to .093)" in page and "an aim of .69" in page
     for k, label in enumerate(LABELS.values()):
         label = label.replace("$P$ (`verifree`)", "`verifree`")
         table = OWN_CASE_PAGE.split("## Aim over all samples")[1]
@@ -237,3 +238,38 @@ def test_a_comparison(script, tmp_path, monkeypatch, finished_run):
     assert Path("table.png").exists()
     [line] = compare_rewards.read(Path("table.csv"))
     assert "Seeds [0], commit" in compare_rewards.report(pandas.DataFrame([line]))
+
+
+ASKED = Path(__file__).parents[1] / "benchmarks/results/asked.csv"
+
+
+def test_what_asking_found_is_in_its_csv():
+    """AUC by kind of right answer, the primary comparison, and what saying nothing received."""
+    page = (ROOT / "docs/measurements.md").read_text().split("\n## Why not ask the model?")[1]
+    page = page.split("\n## ")[0]
+    tables = asked.table_of(asked.read_csv(ASKED))
+    labels = {
+        "$P$": "verifree",
+        "`cer`": "cer",
+        "`overlap`": "overlap",
+        "`asked`, the": "asked-1.5B",
+    }
+    labels |= {"`asked`, a 0.5B": "asked-0.5B", "`asked`, SmolLM2": "asked-135M"}
+    for label, name in labels.items():
+        found = []
+        for _, table in tables.values():
+            found += table.loc[name, ["AUC", "low", "high"]].tolist()
+        row = re.search(rf"^\| {re.escape(label)}[^|]*\|(.*)\|$", page, re.M)[1]
+        assert [float(x) for x in re.findall(r"\d*\.\d+", row)] == near(found)
+    assert [questions for questions, _ in tables.values()] == [35, 25]
+    others = tables["not equal as text"][1]
+    for name, said in ("cer", ".230 (.113 to\n.363)"), ("overlap", ".050 (-.070 to .183)"):
+        numbers = others.loc[name, ["asked-1.5B minus it", "from", "to"]].tolist()
+        assert [float(x) for x in re.findall(r"-?\.\d+", said)] == near(numbers, 0.00051)
+        assert said in page
+    nothing = pandas.read_csv(ASKED.with_name("asked-nothing.csv"))
+    of = nothing[nothing.asked == "asked-1.5B"]
+    for kind in "the reference", "the question, repeated", "Yes", "another question's reference":
+        assert re.search(rf"{kind}\W.*\| \**{of[kind].mean():.2f}".replace("0.", r"\."), page), kind
+    above = (of["the question, repeated"] > of["the reference"]).sum()
+    assert f"In {above} of {len(of)} questions" in page

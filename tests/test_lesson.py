@@ -72,6 +72,10 @@ def test_the_code_prints_what_is_shown(toy_model_dir, tmp_path, monkeypatch):
     known += [0.39, 0.78, 0.79, 0.85, 0.88, 0.8, 0.02, 0.54, 0.25, 0.23, 0.098, 0.102, 0.1, 0.15]
     known += [0.788, 0.893, 0.937, 0.955, 0.199, 0.094, 0.05, 0.032, 0.977, 0.951, 0.98, 0.95, 0.2]
     known += [0.56, 0.68]
+    measured = (
+        (ROOT / "docs" / "measurements.md").read_text().split("\n## Why not ask the model?")[1]
+    )
+    known += map(float, re.findall(r"\d*\.\d+", measured.split("\n## ")[0]))
     known += map(float, re.findall(r"\d*\.\d+", blocks))
     for x in re.findall(r"(?<![\w.])\.\d\d+", BLOCK.sub("", lesson)):
         assert any(f"{y:.{len(x) - 1}f}" == f"0{x}" for y in known), x

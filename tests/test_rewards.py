@@ -301,13 +301,14 @@ def test_yes_and_no_are_asked_by_tokens_of_their_own(tokenizer, monkeypatch):
 
 
 def test_answers_that_say_nothing_by_hand(tokenizer):
-    """For CER rows of W without a column; the others as if they were answers of the group."""
+    """For CER rows of W without a column; the others as if they were answers of the group. Where
+    "Yes" is a reference, it says something."""
     model, names = tiny_model(len(tokenizer)), ["cer", "exact", "overlap", "asked", "verifree"]
     texts = [r"3*4=12; so \boxed{14}", r"so 14 \boxed{14 eggs}", "no box"]
     group = group_of(tokenizer, texts, ["Yes", "the reference"])
     [judged] = judge([group], {"actor"}, model, tokenizer)
     nothing = judge_nothing(judged, names, model, tokenizer)
-    said = [group.problem.question, "Yes", "the same as the reference answer"]
+    said = [group.problem.question, "the same as the reference answer"]
     contexts = [group.prompt + group.solution(j) for j in (0, 1)]
 
     def after(answer):
@@ -316,8 +317,8 @@ def test_answers_that_say_nothing_by_hand(tokenizer):
     P = after("Yes").exp() + after("the reference").exp()
     rho = [after(text).softmax(0) @ P for text in said]
     assert nothing["cer"] == pytest.approx(statistics.mean(map(float, rho)), rel=1e-3)
-    assert nothing["exact"] == pytest.approx(1 / 3) and "verifree" not in nothing
-    assert nothing["overlap"] == pytest.approx((1 + 2 * 1 / 5) / 3)  # a word of four, of one
+    assert nothing["exact"] == 0 and "verifree" not in nothing
+    assert nothing["overlap"] == pytest.approx(2 * 1 / 5 / 2)  # a word of four, of one
     P_yes = ask(group.problem, said, (model, tokenizer))
     assert nothing["asked"] == pytest.approx(statistics.mean(P_yes))
 

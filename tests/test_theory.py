@@ -90,6 +90,14 @@ def test_an_answer_that_says_nothing_takes_from_the_reference():
         of_reference = (prior @ more)[0]
         assert torch.allclose((prior @ more) @ with_nothing, of_reference)
         assert torch.allclose(with_nothing[A], of_reference)
+    # The eggs, where nothing comes mostly after right work: then it is a wording of the answer.
+    prior = table(0.5, 0.3, 0.2)
+    eggs = table([0.5, 0.4, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.9])
+    silent = table([0.3], [0.02], [0.02])
+    more = torch.cat([(1 - silent) * eggs, silent], 1)
+    rho = rho_of(prior, more)
+    assert [rho[4].item(), rho[0].item()] == approx([0.331, 0.318], abs=5e-4)
+    assert (prior @ more[:, 0]).item() == approx(0.196, abs=5e-4)
 
 
 def test_the_own_column_makes_cer_unbiased_given_the_answer():
