@@ -58,9 +58,10 @@ def judge(
         for group in groups:
             answers[group.problem] |= dict.fromkeys(filter(None, group.answers))
         asked_model = verifier_model or (actor, tokenizer)
-        P_yes = {}
-        for problem, of_problem in progress("ask", answers.items()):
-            P_yes[problem] = dict(zip(of_problem, ask(problem, [*of_problem], asked_model)))
+        P_yes = {
+            problem: probability_of_yes(problem, [*of_problem], asked_model)
+            for problem, of_problem in progress("ask", answers.items())
+        }
         yes = [torch.tensor([P_yes[g.problem].get(a, 0.0) for a in g.answers]) for g in groups]
     return [Judged(*each) for each in zip(groups, scores, right, yes)]
 
@@ -77,10 +78,10 @@ Student's answer:"""
 ASK_END = "\n\nIs the student's answer right? Yes or No?"
 
 
-def ask(problem, answers, asked_model) -> list[float]:
-    """P(Yes) / (P(Yes) + P(No)) of the next token, for each answer. asked_model: (model,
-    tokenizer). One forward pass, nothing is generated. What a question's answers share is read
-    once."""
+def probability_of_yes(problem, answers, asked_model) -> dict[str, float]:
+    """P(Yes) / (P(Yes) + P(No)) of the next token, for each of some distinct answers -> {answer:
+    P}. asked_model: (model, tokenizer). One forward pass, nothing is generated. What a question's
+    answers share is read once."""
     model, tokenizer = asked_model
     contexts = asking_prompts(tokenizer, problem, answers)
     yes, no = decision_tokens(tokenizer)
@@ -90,8 +91,8 @@ def ask(problem, answers, asked_model) -> list[float]:
             _, last, _ = cer.read_contexts(model, [contexts[i] for i in some])
             logits = model.lm_head(last).float()  # [n, V]
         odds = logits[:, yes].logsumexp(1) - logits[:, no].logsumexp(1)
-        P |= dict(zip(some, odds.sigmoid().tolist()))
-    return [P[i] for i in range(len(contexts))]
+        P |= dict(zip((answers[i] for i in some), odds.sigmoid().tolist()))
+    return P
 
 
 def asking_prompts(tokenizer, problem, answers):

@@ -71,8 +71,9 @@ def main():
 
     # The policy is trained, and copied to the actor after each step.
     longest_row = longest + args.max_new_tokens + longest_reference(tokenizer, problems)
-    memory = plan_memory(actor, longest_row, args.microbatch_tokens, args.cpu_offload)
-    token_budget, offload, memory_line = memory
+    token_budget, offload, memory_line = plan_memory(
+        actor, longest_row, args.microbatch_tokens, args.cpu_offload
+    )
     disk_line = check_disk(actor, out, args.keep)
     policy, optimizer = make_policy(model_path, offload, actor.dtype)
     first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint

@@ -23,7 +23,7 @@ import pandas
 import judge
 from engine.load import load
 from grade import read_lines
-from reward_functions import ask
+from reward_functions import probability_of_yes
 from runtime.cli import progress
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
@@ -55,9 +55,10 @@ def ask_about(directory, lines, which, model, out, with_passage):
         problem = Problem(passage + lines[k]["question"].strip(), first, others=tuple(others))
         answers = [*dict.fromkeys(filter(None, groups[k]["answers"]))]
         kinds = kinds_of(lines, k)
-        yes = ask(problem, [*answers, *kinds.values()], asked_model)
-        row = {"line": k, "answers": dict(zip(answers, yes))}
-        append_rows(out, [row | {"kinds": dict(zip(kinds, yes[len(answers) :]))}])
+        texts = [*dict.fromkeys([*answers, *kinds.values()])]
+        yes = probability_of_yes(problem, texts, asked_model)
+        row = {"line": k, "answers": {answer: yes[answer] for answer in answers}}
+        append_rows(out, [row | {"kinds": {kind: yes[text] for kind, text in kinds.items()}}])
 
 
 def sample_lines(directory, which, by, files):

@@ -21,12 +21,12 @@ from reward_functions import (
     ASK_END,
     REWARDS,
     Reward,
-    ask,
     asking_prompts,
     decision_tokens,
     f1,
     judge,
     judge_nothing,
+    probability_of_yes,
     rewards,
     why_not_asked,
 )
@@ -319,8 +319,8 @@ def test_answers_that_say_nothing_by_hand(tokenizer):
     assert nothing["cer"] == pytest.approx(statistics.mean(map(float, rho)), rel=1e-3)
     assert nothing["exact"] == 0 and "verifree" not in nothing
     assert nothing["overlap"] == pytest.approx(2 * 1 / 5 / 2)  # a word of four, of one
-    P_yes = ask(group.problem, said, (model, tokenizer))
-    assert nothing["asked"] == pytest.approx(statistics.mean(P_yes))
+    P_yes = probability_of_yes(group.problem, said, (model, tokenizer))
+    assert nothing["asked"] == pytest.approx(statistics.mean(P_yes.values()))
 
 
 # --------------------------------------------------------------------------------- General-verifier
