@@ -50,9 +50,7 @@ def main():
     reward, verifier_model = REWARDS[args.reward], None
     if "model" in reward.asks:
         verifier_model = load(args.verifier_model or GENERAL_VERIFIER, device)
-    elif args.verifier_model:
-        unused = f"--reward {args.reward} asks no --verifier-model"
-        cli.require("yes" in reward.asks, unused)
+    elif "yes" in reward.asks and args.verifier_model:
         verifier_model = load(args.verifier_model, device, check_scoring)
     problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
     if held_out:
