@@ -19,6 +19,7 @@ the right direction too, so its aim over all samples stands beside each reward's
 from runtime import cli  # isort: split
 
 import math
+import warnings
 
 import numpy
 import pandas
@@ -121,7 +122,9 @@ def interval(of_questions, statistic, enough, draws=2000):
     count = len(of_questions)
     chosen = numpy.random.default_rng(0).integers(count, size=(draws, count))
     drawn = numpy.array([statistic(of_questions[questions]) for questions in chosen])
-    return whole, *numpy.nanquantile(drawn, [0.025, 0.975], axis=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a reward without an aim has no interval
+        return whole, *numpy.nanquantile(drawn, [0.025, 0.975], axis=0)
 
 
 def question_aucs(answered, names):

@@ -66,6 +66,7 @@ def test_the_interval_is_that_of_the_normal_distribution():
     assert [x.item() for x in of] == pytest.approx([0.5, 0.451, 0.549], abs=0.005)
 
 
+@pytest.mark.filterwarnings("error")
 def test_too_few_questions_give_no_interval(capsys):
     """Of twelve questions only k have right and wrong answers; nothing warns, and none says nan."""
     for k in 0, 1, 9, 10:
