@@ -21,7 +21,7 @@ from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record, sample_table, say_grade
-from tasks.data import NAMES, Problem, load_problems
+from tasks.data import NAMES, Problem, load_problems, to_problem
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -96,7 +96,9 @@ def evaluate(
 
 def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
     """Print some samples of one question, each with its answer."""
-    problems, _ = usable_prompts(tokenizer, [Problem(question, "?")], "--ask")
+    # The question is checked as one of a data set, where a reference is needed; none is used here.
+    problem = to_problem({"question": question, "answer": "?"}, verifier="text")
+    problems, _ = usable_prompts(tokenizer, [problem], "--ask")
     [group] = sample(model, tokenizer, problems, runs, max_new_tokens, **settings)
     for text, answer in zip(group.texts, group.answers) if cli.is_rank_0() else ():
         print(f"{text.strip()}\n-> {'no answer' if answer is None else answer}\n")
@@ -122,7 +124,7 @@ def main():
     args = parser.parse_args()
     device = init_ranks()
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    if args.ask:
+    if args.ask is not None:
         model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
         seed_everything(args.seed)
         how = args.runs or 4, args.max_new_tokens

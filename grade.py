@@ -235,7 +235,8 @@ def main():
         other = directory / "grades.jsonl"
         if other.exists() and other != grades.path:
             cli.say(f"{other} is not read: one file holds the grades of a call (--grades)")
-    by, by_a_model = args.name, args.by != "you"
+    by = args.name
+    by_a_model = args.by != "you"
     if not args.table:
         if by_a_model:
             model = load(args.by, init_ranks())

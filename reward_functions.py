@@ -99,7 +99,8 @@ def asking_prompts(tokenizer, problem, answers):
     """What a model is asked about each answer, as token ids. Names of special tokens in an answer
     are ordinary text."""
     references = " or ".join(f'"{reference}"' for reference in problem.references)
-    text = ASK.replace("{references}", references).replace("{question}", problem.question.strip())
+    # In one pass, since a reference may hold "{question}".
+    text = ASK.format(question=problem.question.strip(), references=references)
     before, after = around_message(tokenizer)
     encode = vocabulary(tokenizer).encode
     beginning = before + encode(text)
@@ -191,9 +192,9 @@ def f1(one, other):
 
 
 def asked(judged):
-    """How sure a language model is that the answer is right, when it is asked. On honest answers
-    the best reward that we know, if the model is large enough; and it pays for answers that say
-    nothing (docs/measurements.md)."""
+    """How sure a language model is that the answer is right, when it is asked. On honest answers it
+    is ahead of CER, if the model is large enough. It also rewards answers that say nothing
+    (docs/measurements.md)."""
     return judged.yes
 
 

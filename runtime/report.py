@@ -163,12 +163,13 @@ class RunLog:
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
         # A resumed run repeats the steps after its checkpoint. A kill may also have left an
         # evaluation whose samples are written and whose line in metrics.jsonl is not.
-        old = {name: out / name for name in LOGS if (out / name).exists()}
-        rows = {name: read_rows(path, log=True) for name, path in old.items()}
-        metrics = rows.get("metrics.jsonl", [])
-        complete = {line["step"] for line in metrics if "pass_at_1" in line}
+        rows = dict.fromkeys(LOGS, [])
         for name in LOGS:
-            kept = [row for row in rows.get(name, []) if row["step"] < first_step]
+            if first_step > 1 or (out / name).exists():  # a missing log of a resumed run is said
+                rows[name] = read_rows(out / name, log=True)
+        complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
+        for name in LOGS:
+            kept = [row for row in rows[name] if row["step"] < first_step]
             if name == "evaluations.jsonl":
                 kept = [row for row in kept if row["step"] in complete]
             write_atomically(out / name, to_jsonl(kept))

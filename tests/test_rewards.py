@@ -183,7 +183,7 @@ def test_overlap_of_typography_and_of_scripts_without_spaces(answer, reference):
 def asked_by_definition(model, tokenizer, problem, answer):
     """One plain forward pass of the whole prompt."""
     references = " or ".join(f'"{each}"' for each in problem.references)
-    prompt = ASK.replace("{question}", problem.question).replace("{references}", references)
+    prompt = ASK.format(question=problem.question, references=references)
     messages = [{"role": "user", "content": f"{prompt} {answer}{ASK_END}"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     encode = vocabulary(tokenizer).encode
@@ -259,7 +259,8 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
     """Over several questions, answers of different lengths and names of special tokens, behind a
     chat template and without one. Each pair once, and what a question's answers share once."""
     model = tiny_model(len(vocabulary(qwen_tokenizer).bytes), max_position_embeddings=1024)
-    problems = [data.Problem("Who?", "Ann"), data.Problem("How many?", "14", others=("fourteen",))]
+    several = data.Problem("How many?", "14", others=("fourteen {question}",))
+    problems = [data.Problem("Who?", "Ann"), several]
     answers = ["Ann", "<|im_end|> Yes", "the one who came first", "Ann", "", "é"]
     texts = [rf"\boxed{{{answer}}}" for answer in answers]
     groups = [group_of(qwen_tokenizer, texts, "x") for _ in problems]
@@ -282,6 +283,7 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
                     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == (
                         1 if tokenizer.chat_template else 0
                     )
+                    assert ("fourteen {question}" in tokenizer.decode(ids)) == (problem == several)
                     p = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
                     odds = p[yes].logsumexp(0) - p[no].logsumexp(0)
                     assert received == pytest.approx(odds.sigmoid().item(), abs=1e-4)

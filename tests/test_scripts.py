@@ -247,6 +247,9 @@ def test_a_model_is_asked_one_question(script, toy_model_dir):
     code, out, err = script(evaluate, flags, *asked)
     assert code == 0 and out.count("\n-> ") == 3 and "boxed" in out, err
     assert not list(Path().iterdir())
+    code, _, err = script(evaluate, flags, "--ask", " ")
+    assert code == 2 and "evaluate.py: no question" in err
+    assert script(evaluate, flags, "--ask", "")[::2] == (2, err)
 
 
 def test_a_supervised_start(script, toy_model_dir):
