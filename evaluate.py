@@ -28,35 +28,24 @@ from tasks.verifiers import VERIFIERS
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
-def sample_and_judge(
-    model,
-    tokenizer,
-    problems,
-    N,
-    max_new_tokens,
-    names=(),
-    at_once=None,
-    verifier_model=None,
-    **settings,
-):
-    """Sample every problem N times, and judge the samples -> lines of samples.jsonl, in the order
-    of the problems, as lists: all at the end, or after every at_once problems of a rank. The ranks
-    share the problems. names: rewards to compute; "R" in a line is that of the first."""
+def sample_and_judge(model, tokenizer, problems, N, tokens, at_once, names=(), other=None, **how):
+    """Sample every problem N times, and judge the samples -> lines of samples.jsonl in the order of
+    the problems, a list after every at_once problems of a rank. The ranks share the problems.
+    names: rewards to compute; "R" in a line is that of the first. other: see judge. how: see
+    engine.sampling.generate."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    turn = at_once * world if at_once else len(problems)
-    asked = {"verifier"}.union(*(REWARDS[name].asks for name in names))
-    for start in cli.progress("questions", range(0, len(problems), turn), disable=not at_once):
-        mine = problems[start : start + turn][rank::world]
-        groups = sample(model, tokenizer, mine, N, max_new_tokens, **settings)
+    judges = {"verifier"}.union(*(REWARDS[name].judges for name in names))
+    for start in range(0, len(problems), at_once * world):
+        mine = problems[start : start + at_once * world][rank::world]
+        groups = sample(model, tokenizer, mine, N, tokens, **how)
         lines = []
-        judged_groups = judge(groups, asked, model, tokenizer, verifier_model=verifier_model)
-        for k, judged in enumerate(judged_groups):
-            R = {name: rewards(name, [judged])[0].tolist() for name in names}
-            more = {}
+        for k, judged in enumerate(judge(groups, judges, model, tokenizer, other=other)):
+            line = group_record(judged, index=start + rank + world * k)
             if names:
-                nothing = judge_nothing(judged, names, model, tokenizer, verifier_model)
-                more = {"R": R[names[0]], "rewards": R, "nothing": nothing}
-            lines.append(group_record(judged, index=start + rank + world * k, **more))
+                line["rewards"] = {name: rewards(name, [judged])[0].tolist() for name in names}
+                line["R"] = line["rewards"][names[0]]
+                line["nothing"] = judge_nothing(judged, names, model, tokenizer, other)
+            lines.append(line)
         yield sorted(all_gather(lines), key=lambda line: line["index"])
 
 
@@ -78,7 +67,8 @@ def evaluate(
     """
     seed_everything(seed, "evaluation")
     settings["name"] = "evaluation"
-    [lines] = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **settings)
+    how = runs, max_new_tokens, len(problems)  # all at once
+    [lines] = sample_and_judge(model, tokenizer, problems, *how, **settings)
     samples = sample_table(lines, "tokens")
     by_question = samples.groupby(level=0).right.mean()
     summary = {

@@ -90,10 +90,8 @@ class Grades:
                 changed += self.said[row["by"]].get(at, row["right"]) != row["right"]
                 self.said[row["by"]][at] = row["right"]
         if changed:
-            cli.say(
-                f"{path}: {changed} answers were graded again, otherwise; the newer grade counts"
-            )
-        if path.exists() and not path.read_bytes().endswith(b"\n"):  # a kill left half a line
+            cli.say(f"{path}: {changed} answers have two different grades; the newer one counts")
+        if path.exists():  # without half a line that a kill has left
             write_atomically(path, to_jsonl(rows))
 
     def save(self, case, answer, right, by, **more):

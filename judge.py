@@ -34,14 +34,13 @@ from reward_functions import REWARDS, why_not_asked
 from rloo import leave_one_out
 from runtime.files import append_rows
 from runtime.ranks import init_ranks, open_run_directory, seed_everything
-from runtime.report import RARE, TINY, brief, sample_table, say_grade
+from runtime.report import brief, sample_table, say_grade
 from tasks.data import NAMES, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
-KNOWN = [name for name in REWARDS if "model" not in REWARDS[name].asks]  # grade.py asks models
+KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
-SHOWN = "AUC from to aim from to all right wrong nothing 0 equal tiny".split()
 FEW = 10  # fewer questions with right and wrong answers give no interval
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
@@ -57,22 +56,14 @@ def say_judgement(lines, graded=False):
     samples = sample_table([line | line["rewards"] for line in lines], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
-    nothing = pandas.DataFrame([line.get("nothing", {}) for line in lines], columns=names).mean()
-    table.insert(table.columns.get_loc("right, nothing"), "says nothing", nothing)
+    table["nothing"] = pandas.DataFrame([line.get("nothing", {}) for line in lines]).mean()
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
     print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
-    shown = table.map(lambda x: "-" if math.isnan(x) else brief(x)).set_axis(SHOWN, axis=1)
-    print(shown.to_string())
-    print("from, to: 95% over questions; all: aim of all samples, also those without an answer")
+    print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
+    print("from, to: 95% over questions; aim, all: also of samples without an answer")
     print("right, wrong: the mean of such samples; nothing: the mean of answers that say nothing")
-    print("0: share of right samples that receive nothing; any box: a reward of 1 for any answer")
-    print("equal, tiny: questions whose rewards are equal, or all < 1e-4")
-    if "cer" in names and samples.right.any():
-        print("least CER of right answers; the model rarely writes such references:")
-        for k, reward in samples[samples.right].groupby(level=0).cer.mean().nsmallest(3).items():
-            answer = samples.loc[[k]].query("right").answers.iloc[0]
-            print(f"  {reward:.1e}  {answer!r:.35} for {' or '.join(lines[k]['references'])!r:.35}")
+    print("any box: a reward of 1 for any answer")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("By the verifier `text`, exact looks nearly perfect whatever it misses: grade first")
     return table
@@ -87,27 +78,18 @@ def judge_rewards(samples, names):
     """-> how many questions have both right and wrong answers, and the table. samples: indexed by
     question."""
     answered = samples[samples.answered]
-    groups = samples.groupby(level=0)[names]
-    right, wrong = answered[answered.right][names], answered[~answered.right][names]
     aucs = question_aucs(answered, names)
-    both = len(aucs)
-    AUC, *of_AUC = interval(aucs, lambda drawn: drawn.mean(0), both)
-    cosine, *of_cosine = interval(advantage_products(answered, names), aim, both)
-    columns = {
-        "AUC": AUC,
-        "AUC, low": of_AUC[0],
-        "AUC, high": of_AUC[1],
-        "aim": cosine,
-        "aim, low": of_cosine[0],
-        "aim, high": of_cosine[1],
-        "aim of all samples": aim(advantage_products(samples, names)),
-        "mean if right": right.mean(),
-        "mean if wrong": wrong.mean(),
-        "right, nothing": (right < TINY).mean(),
-        "groups, equal": (groups.nunique() == 1).sum(),
-        "groups, tiny": (groups.max() < RARE).sum(),
-    }
-    return both, pandas.DataFrame(columns, index=names)
+    columns = {}
+    columns["AUC"], columns["from"], columns["to"] = interval(
+        aucs, lambda drawn: drawn.mean(0), len(aucs)
+    )
+    columns["aim"], columns["aim from"], columns["aim to"] = interval(
+        advantage_products(answered, names), aim, len(aucs)
+    )
+    columns["aim, all"] = aim(advantage_products(samples, names))
+    columns["right"] = answered[answered.right][names].mean()
+    columns["wrong"] = answered[~answered.right][names].mean()
+    return len(aucs), pandas.DataFrame(columns, index=names)
 
 
 def interval(of_questions, statistic, enough, draws=2000):
@@ -182,18 +164,18 @@ def main():
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset, positions(actor) - 1)
     show_first(tokenizer, problems, args.dataset)
-    verifier_model = args.verifier_model and load(args.verifier_model, device, check_scoring)
+    other = args.verifier_model and load(args.verifier_model, device, check_scoring)
     if "asked" in names:
-        asked_model = verifier_model or (actor, tokenizer)
-        if reason := why_not_asked(problems, asked_model, args.max_new_tokens):
+        if reason := why_not_asked(problems, other or (actor, tokenizer), args.max_new_tokens):
             cli.say(f"asked is left out, since the model cannot be asked: {reason}")
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    how = args.samples, args.max_new_tokens, names, AT_ONCE, verifier_model
-    lines, path = [], out / "samples.jsonl"
-    for some in sample_and_judge(actor, tokenizer, problems, *how):
-        append_rows(path, some)
+    how = args.samples, args.max_new_tokens, AT_ONCE, names, other
+    lines, turns = [], math.ceil(len(problems) / AT_ONCE / dist.get_world_size())
+    judged = sample_and_judge(actor, tokenizer, problems, *how)
+    for some in cli.progress("questions", judged, total=turns):
+        append_rows(out / "samples.jsonl", some)
         lines += some
     if cli.is_rank_0():
         table = say_judgement(lines)

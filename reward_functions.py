@@ -1,13 +1,13 @@
 """Who is asked about a group, and the rewards by name.
 
-`judge` is the only stage of the loop that asks a model or a program about answers, and it asks each
-once: the actor for W and P, a verifier for what is right, a model for Yes or No. A reward is then a
-small function of what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer.
-It calls no model. For a reward of your own add a function and a line to REWARDS.
+`judge` is the only stage of the loop that asks a model or a program about answers: the actor for W
+and P, a verifier for what is right, a model for Yes or No. A reward is then a small function of
+what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer. It calls no model.
+For a reward of your own add a function and a line to REWARDS.
 """
 
-import collections
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,34 +36,35 @@ class Judged:
 
 
 def judge(
-    groups: list[Group], asked: set[str], actor, tokenizer, M=None, verifier_model=None
+    groups: list[Group], judges: set[str], actor, tokenizer, M=None, other=None
 ) -> list[Judged]:
-    """asked: "actor", for W and P; for what is right "verifier", the program that the question
-    names, or "model", the written reply of the language model verifier_model, a pair (model,
-    tokenizer); "yes", for P(Yes) of verifier_model, or of the actor if that is None."""
-    scores, right, yes = ([None] * len(groups) for _ in range(3))
-    if "actor" in asked:
+    """judges: "actor", for W and P; for what is right "verifier", the program that the question
+    names, or "general-verifier", by the written reply of another language model; "asked", for
+    P(Yes), of another model or of the actor. other: that model and its tokenizer. Each is asked
+    once about each distinct answer to a question."""
+    scores = [None] * len(groups)
+    if "actor" in judges:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
         scores = [cer.score(actor, tokenizer, *each) for each in progress("judge", inputs)]
-    if asked & {"verifier", "model"}:
-        pairs = [(group.problem, answer) for group in groups for answer in group.answers]
-        if "model" in asked:
-            verdicts = verify(pairs, lambda some: general_verifier.ask(some, verifier_model)[0])
-        else:
-            verdicts = verify(pairs)
-        of_group = iter(verdicts)
-        right = [torch.tensor([next(of_group) for _ in group.answers]) for group in groups]
-    if "yes" in asked:
-        answers = collections.defaultdict(dict)  # the distinct ones to each problem, in order
-        for group in groups:
-            answers[group.problem] |= dict.fromkeys(filter(None, group.answers))
-        asked_model = verifier_model or (actor, tokenizer)
-        P_yes = {
-            problem: probability_of_yes(problem, [*of_problem], asked_model)
-            for problem, of_problem in progress("ask", answers.items())
-        }
-        yes = [torch.tensor([P_yes[g.problem].get(a, 0.0) for a in g.answers]) for g in groups]
-    return [Judged(*each) for each in zip(groups, scores, right, yes)]
+    pairs = list(dict.fromkeys((g.problem, a) for g in groups for a in g.answers if a))
+    right = yes = None
+    if "verifier" in judges:
+        right = dict(zip(pairs, (verify(*pair) for pair in pairs)))
+    if "general-verifier" in judges:
+        right = dict(zip(pairs, general_verifier.ask(pairs, other)[0]))
+    if "asked" in judges:
+        yes = probability_of_yes(pairs, other or (actor, tokenizer))
+    return [
+        Judged(group, its_scores, of_samples(right, group), of_samples(yes, group))
+        for group, its_scores in zip(groups, scores)
+    ]
+
+
+def of_samples(said, group):
+    """What was said about the answer of each sample [N], False without an answer. None if nobody
+    was asked."""
+    if said is not None:
+        return torch.tensor([said.get((group.problem, a), False) for a in group.answers])
 
 
 # --------------------------------------------------------------------------------------- Yes or No
@@ -78,20 +79,22 @@ Student's answer:"""
 ASK_END = "\n\nIs the student's answer right? Yes or No?"
 
 
-def probability_of_yes(problem, answers, asked_model) -> dict[str, float]:
-    """P(Yes) / (P(Yes) + P(No)) of the next token, for each of some distinct answers -> {answer:
-    P}. asked_model: (model, tokenizer). One forward pass, nothing is generated. What a question's
-    answers share is read once."""
+def probability_of_yes(pairs, asked_model) -> dict[tuple, float]:
+    """P(Yes) / (P(Yes) + P(No)) of the next token, for each of some distinct pairs (problem,
+    answer) -> {pair: P}. asked_model: (model, tokenizer). One forward pass, nothing is generated.
+    What the answers to a question share is read once, if their pairs lie side by side."""
     model, tokenizer = asked_model
-    contexts = asking_prompts(tokenizer, problem, answers)
     yes, no = decision_tokens(tokenizer)
+    of_problems = [[*own] for _, own in itertools.groupby(pairs, key=lambda pair: pair[0])]
     P = {}
-    for some in batches(range(len(contexts)), lambda i: len(contexts[i]), cer.TOKENS_AT_ONCE):
-        with torch.no_grad():
-            _, last, _ = cer.read_contexts(model, [contexts[i] for i in some])
-            logits = model.lm_head(last).float()  # [n, V]
-        odds = logits[:, yes].logsumexp(1) - logits[:, no].logsumexp(1)
-        P |= dict(zip((answers[i] for i in some), odds.sigmoid().tolist()))
+    for own in progress("ask", of_problems):
+        contexts = asking_prompts(tokenizer, own[0][0], [answer for _, answer in own])
+        for some in batches(range(len(own)), lambda i: len(contexts[i]), cer.TOKENS_AT_ONCE):
+            with torch.no_grad():
+                _, last, _ = cer.read_contexts(model, [contexts[i] for i in some])
+                logits = model.lm_head(last).float()  # [n, V]
+            odds = logits[:, yes].logsumexp(1) - logits[:, no].logsumexp(1)
+            P |= dict(zip((own[i] for i in some), odds.sigmoid().tolist()))
     return P
 
 
@@ -133,7 +136,7 @@ def why_not_asked(problems, asked_model, max_new_tokens):
 # ------------------------------------------------------------------------ answers that say nothing
 
 
-def judge_nothing(judged, names, actor, tokenizer, verifier_model=None) -> dict[str, float]:
+def judge_nothing(judged, names, actor, tokenizer, other=None) -> dict[str, float]:
     """What rewards give in the mean to answers that say nothing, if a sample of this group had
     written them: {name: reward}. Not for VeriFree's P, which looks at solutions. The answers get
     rows of W, but no columns."""
@@ -141,8 +144,8 @@ def judge_nothing(judged, names, actor, tokenizer, verifier_model=None) -> dict[
     texts = [group.problem.question.strip()[-200:], "Yes", "the same as the reference answer"]
     texts = [text for text in texts if not verbatim(text, group.problem.references)]
     written = dataclasses.replace(group, boxes=[Box(0, text, "}") for text in texts])
-    asked = set().union(*(REWARDS[name].asks for name in names)) - {"actor"}
-    [said] = judge([written], asked, actor, tokenizer, verifier_model=verifier_model)
+    judges = set().union(*(REWARDS[name].judges for name in names)) - {"actor"}
+    [said] = judge([written], judges, actor, tokenizer, other=other)
     if scores:
         contexts = [group.prompt + group.solution(j) for j in scores.columns]
         log_W = cer.answer_logprobs(actor, tokenizer, contexts, texts).cpu()
@@ -195,7 +198,7 @@ def asked(judged):
     """How sure a language model is that the answer is right, when it is asked. On honest answers it
     is ahead of CER, if the model is large enough. It also rewards answers that say nothing
     (docs/measurements.md)."""
-    return judged.yes
+    return judged.yes.float()
 
 
 def mean_of(*rewards):
@@ -206,7 +209,7 @@ def mean_of(*rewards):
 @dataclass(frozen=True)
 class Reward:
     of: Callable[[Judged], torch.Tensor]  # -> R [N]
-    asks: set[str]  # see judge
+    judges: set[str]  # who has to be asked, see judge
     rows: Callable = rloo_rows  # (Judged, R, A, tokenizer) -> the training rows of the question
 
 
@@ -216,10 +219,10 @@ REWARDS = {
     "rule": Reward(verdict, {"verifier"}),
     "rule+cer": Reward(mean_of(verdict, conditional_expectation), {"verifier", "actor"}),
     "verifree": Reward(verifree, {"actor"}, verifree_rows),
-    "general-verifier": Reward(verdict, {"model"}),
+    "general-verifier": Reward(verdict, {"general-verifier"}),
     "overlap": Reward(overlap, set()),
     "overlap+cer": Reward(mean_of(overlap, conditional_expectation), {"actor"}),
-    "asked": Reward(asked, {"yes"}),
+    "asked": Reward(asked, {"asked"}),
 }
 
 

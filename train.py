@@ -47,18 +47,17 @@ def main():
     # The actor samples and scores.
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
     actor, tokenizer = load(model_path, device, check_sampling, check_scoring, dtype=args.dtype)
-    reward, verifier_model = REWARDS[args.reward], None
-    if "model" in reward.asks:
-        verifier_model = load(args.verifier_model or GENERAL_VERIFIER, device)
-    elif "yes" in reward.asks and args.verifier_model:
-        verifier_model = load(args.verifier_model, device, check_scoring)
+    reward, other = REWARDS[args.reward], None
+    if "general-verifier" in reward.judges:
+        other = load(args.verifier_model or GENERAL_VERIFIER, device)
+    elif "asked" in reward.judges and args.verifier_model:
+        other = load(args.verifier_model, device, check_scoring)
     problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
     if held_out:
         held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
 
-    if "yes" in reward.asks:
-        asked_model = verifier_model or (actor, tokenizer)
-        reason = why_not_asked(problems, asked_model, args.max_new_tokens)
+    if "asked" in reward.judges:
+        reason = why_not_asked(problems, other or (actor, tokenizer), args.max_new_tokens)
         cli.require(not reason, f"this model cannot be asked: {reason}")
 
     # A resumed run keeps its data and its flags.
@@ -103,7 +102,7 @@ def main():
         log.lap("sample")
 
         # 2. Judge: ask the actor for W and P of each group, or a verifier for what is right.
-        judged = judge(groups, reward.asks, actor, tokenizer, args.m, verifier_model)
+        judged = judge(groups, reward.judges, actor, tokenizer, args.m, other)
         log.lap("reward")
 
         # 3. Reward: a function of what they said. R [b, N]. No gradient flows through it.

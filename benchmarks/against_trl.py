@@ -71,7 +71,7 @@ def alternate(kind, reward, args, directory):
 
     def our_step():
         groups = sample(actor, tokenizer, next(batches), args.samples, args.max_new_tokens)
-        judged = judge(groups, REWARDS[reward].asks, actor, tokenizer)
+        judged = judge(groups, REWARDS[reward].judges, actor, tokenizer)
         R = rewards(reward, judged)
         A = leave_one_out(R + noise(R.shape))
         rows = [row for each in zip(judged, R, A) for row in rloo_rows(*each, tokenizer)]

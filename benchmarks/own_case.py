@@ -29,7 +29,6 @@ from cer import cer
 from grade import Grades, draw, read_lines
 from judge import advantage_products, aim, interval, judge_rewards, question_aucs
 from reward_functions import f1, words
-from runtime.report import RARE
 from tasks.verifiers import plain_text
 
 EXAMPLES = r"""Answer a question about a passage. Reason in one sentence, then box a short answer, as in the examples.
@@ -158,17 +157,17 @@ def tell(samples):
     for which in (0, "all"):
         frame = with_rewards(samples, which)
         both, table = judge_rewards(frame, list(NAMES))
-        best = frame.groupby(level=0)[list(NAMES)].max()
-        table["median of best"], table["groups < 1e-4"] = best.median(), (best < RARE).mean()
-        table["groups equal"] = table["groups, equal"] / len(groups)
+        of_groups = frame.groupby(level=0)[list(NAMES)]
+        table["median of best"] = of_groups.max().median()
+        table["groups < 1e-4"] = (of_groups.max() < 1e-4).mean()
+        table["groups equal"] = (of_groups.nunique() == 1).mean()
         tables[which] = aucs = question_aucs(frame[frame.answered], list(NAMES))
         rights = frame[frame.answered].groupby(level=0).right
         pairs = (rights.sum() * (rights.size() - rights.sum())).sum()
         products = advantage_products(frame, list(NAMES))
         title = "one reference (the first)" if which == 0 else "all references"
         print(f"\n{title}: {both} questions with right and wrong answers, {pairs} pairs")
-        shown = table[[c for c in table if "groups," not in c and "nothing" not in c]]
-        print(shown.round(3).to_string())
+        print(table.round(3).to_string())
         differences = aucs[:, :1] - aucs[:, 1:]
         say_differences("AUC: cer minus", NAMES[1:], differences)
         say_differences("AUC: overlap+cer minus", ["overlap"], aucs[:, 5:] - aucs[:, 4:5])

@@ -26,9 +26,9 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     micro-batch that microbatch_tokens asks for, does not fit, the policy and Adam move to CPU
     memory. If it does not fit there either, this raises InputError before the policy is loaded. All
     ranks decide alike, by the smallest free memory of any rank. On a CPU nothing is estimated."""
-    need = f"the longest prompt, --max-new-tokens and the longest reference take {longest_row}"
-    most = positions(actor)
-    require(longest_row <= most, f"the model has {most} positions, and {need}")
+    takes = f"the longest prompt, --max-new-tokens and the longest reference take {longest_row}"
+    limit = positions(actor)
+    require(longest_row <= limit, f"the model has {limit} positions, and {takes}")
     if not torch.cuda.is_available():
         tokens = max(longest_row, microbatch_tokens or MOST_TOKENS["cpu"])
         return tokens, cpu_offload, f"memory: {tokens:,} tokens in a micro-batch"

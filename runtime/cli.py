@@ -146,11 +146,10 @@ class Lines:
             say(text.strip())
 
 
-def progress(name, iterable=None, disable=False, **options):
+def progress(name, iterable=None, **options):
     """tqdm's bar for one part of a step, on rank 0. On a terminal it appears after ten seconds.
     Elsewhere it prints a line a minute."""
     pace = {"delay": 10}
     if not sys.stderr.isatty():
         pace = {"file": Lines(), "delay": 60, "mininterval": 60, "miniters": 1, "position": 0}
-    hidden = {"disable": disable or not is_rank_0()}
-    return tqdm(iterable, name, leave=False, **hidden, **pace, **options)
+    return tqdm(iterable, name, leave=False, disable=not is_rank_0(), **pace, **options)

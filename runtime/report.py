@@ -18,7 +18,7 @@ from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 TINY = 1e-6  # rewards below this teach next to nothing
-RARE = 1e-4  # a question without a larger reward has hardly any weight beside the others
+IN_THE_LOG = "reward", "answered", "truncated", "zero_advantage_groups", "entropy"
 
 
 # --------------------------------------------------------------------------------------- in numbers
@@ -96,9 +96,6 @@ def say_grade(verifiers, directory):
         print(f"`text` calls paraphrases wrong; to say yourself what is right: {grade}")
 
 
-IN_THE_LOG = "reward", "answered", "truncated", "zero_advantage_groups", "entropy"
-
-
 def brief(x):
     """Three significant digits."""
     return f"{x:.3g}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.3g}"
@@ -144,14 +141,13 @@ def pass_at_1_change(rows):
 # ------------------------------------------------------------------------------------------ the log
 
 
-LOGS = "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl"
+LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
 
 
 class RunLog:
     """Rank 0 prints, and appends to metrics.jsonl (a line per step, and one per evaluation),
-    samples.jsonl (the first groups of each step), questions.jsonl (the largest reward of each
-    group) and evaluations.jsonl (all held-out samples). All ranks call it, and gather what rank 0
-    writes."""
+    samples.jsonl (the first groups of each step) and evaluations.jsonl (all held-out samples). All
+    ranks call it, and gather what rank 0 writes."""
 
     def __init__(self, out, args, data, first_step, last_step):
         self.out, self.args = out, args
@@ -163,18 +159,18 @@ class RunLog:
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
         # A resumed run repeats the steps after its checkpoint. A kill may also have left an
         # evaluation whose samples are written and whose line in metrics.jsonl is not.
-        rows = dict.fromkeys(LOGS, [])
+        complete = {line["step"] for line in self.rows("metrics.jsonl") if "pass_at_1" in line}
         for name in LOGS:
-            if first_step > 1 or (out / name).exists():  # a missing log of a resumed run is said
-                rows[name] = read_rows(out / name, log=True)
-        complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
-        for name in LOGS:
-            kept = [row for row in rows[name] if row["step"] < first_step]
+            kept = [row for row in self.rows(name) if row["step"] < first_step]
             if name == "evaluations.jsonl":
                 kept = [row for row in kept if row["step"] in complete]
             write_atomically(out / name, to_jsonl(kept))
         # Whether the weights that this process starts from have been evaluated.
         self.has_evaluation = first_step - 1 in complete
+
+    def rows(self, name):
+        """What is in a log so far. A kill may have left half of its last line."""
+        return read_rows(self.out / name, log=True) if (self.out / name).exists() else []
 
     def header(self, actor, problems, memory):
         """Print the first lines of a run. memory: what memory.py says."""
@@ -220,15 +216,10 @@ class RunLog:
     def step(self, step, judged, R, A, numbers):
         """Write a step and print it. Its numbers are means over the groups of all ranks."""
         described = all_gather([group_metrics(*each) for each in zip(judged, R, A)])
-        best = [
-            {"step": step, "question": each.group.problem.question, "best": R_group.max().item()}
-            for each, R_group in zip(judged, R)
-        ]
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
         sampled = line["completion_tokens"] * R.shape[1] * len(described)
         line["tokens_per_second"] = sampled / sum(self.seconds.values())
         append_rows(self.out / "metrics.jsonl", [line])
-        append_rows(self.out / "questions.jsonl", all_gather(best))
         kept = [
             group_record(each, step=step, R=R_group.tolist())
             for each, R_group in zip(judged[:GROUPS_A_STEP], R)
@@ -261,20 +252,14 @@ class RunLog:
         if not is_rank_0():
             return
         print(f"{self.args.reward} on {self.args.dataset}")
-        if rows := read_rows(self.out / "evaluations.jsonl"):
+        if rows := self.rows("evaluations.jsonl"):
             print(f"  pass@1            {pass_at_1_change(pandas.DataFrame(rows))}")
-        lines = read_rows(self.out / "metrics.jsonl")
-        steps = pandas.DataFrame([line for line in lines if "seconds" in line])
-        largest = pandas.DataFrame(read_rows(self.out / "questions.jsonl"))
-        best = largest.groupby("question", sort=False).best.max()
+        steps = [line for line in self.rows("metrics.jsonl") if "seconds" in line]
+        steps = pandas.DataFrame(steps)
         span = min(10, math.ceil(len(steps) / 2))  # since single steps ask different questions
         for name in "reward", "exact_match", "answered":
             first, last = (brief(part[name].mean()) for part in (steps[:span], steps[-span:]))
             print(f"  {name:16}  first {first}, last {last} (mean of {span} of {len(steps)} steps)")
-        if rare := list(best[best < RARE].index):
-            print(f"  {len(rare)} of {len(best)} questions never had a reward > {RARE:g}, such as")
-            for question in rare[:3]:
-                print(f"    {' '.join(question.split())[-90:]}")
         minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
         print("  training minutes  " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
         print(f"  model             {self.out}/checkpoints/step-{self.last_step}")

@@ -87,12 +87,6 @@ def load_problems(
     counts = collections.Counter(problem.question for problem in problems)
     if repeated := len(problems) - len(counts):
         lines.append(f"{repeated} rows repeat the question of another one, maybe with its answer")
-    if several := sum(len(problem.references) > 1 for problem in problems):
-        of = f"{several} of {len(problems)}"
-        lines.append(f"{of} answers are lists: one of the list is enough")
-    if not verifier and not all(row.get("verifier") or find_options(row) for row in rows):
-        others = "--verifier math reads formulas, text compares words"
-        lines.append(f"answers are verified as {default}; {others}")
     for line in lines:
         say(f"{name}: {line}")
     return problems[:limit]

@@ -2,15 +2,14 @@
 judge.py. `verify` asks them.
 
 A row of a data set may name its verifier. To add your own, write a function
-(answer, reference) -> bool and list it in PROGRAMS. An answer on which it raises an error counts
-as wrong, and the run goes on. What has to see the question belongs in BATCHED.
+(answer, reference) -> bool and list it in VERIFIERS. An answer on which it raises an error counts
+as wrong, and the run goes on.
 """
 
 # First, because runtime/__init__.py says what sympy computes with, before sympy is imported.
 from runtime.cli import message_of, require, say  # isort: split
 
 import collections
-import functools
 import logging
 import re
 import unicodedata
@@ -129,55 +128,27 @@ def is_punctuation(c):
 
 
 # The names are what the rows of a data set use (tasks.data.Problem.verifier).
-PROGRAMS = {  # (answer, reference) -> bool; of several references one is enough
+VERIFIERS = {  # (answer, reference) -> bool
     "math": equal_in_mathematics,
     "letter": same_letter,
     "text": same_text,
     "toy-rule": toy.same_digits,
     "toy-truth": toy.same_number,
 }
-# A verifier of yours that reads the question, or asks a service about many answers at once:
-BATCHED = {}  # list of (Problem, answer) -> list of bool
-VERIFIERS = [*PROGRAMS, *BATCHED]
+FAILED = set()  # the verifiers whose first error has been printed
 
 
-def verify(pairs: list[tuple], ask=None) -> list[bool]:
-    """(problem, answer) pairs -> whether each answer is right, list of bool. No answer, None or an
-    empty box, is wrong. Whoever decides is asked once about each distinct pair: the problem's own
-    verifier, or ask, a function as in BATCHED."""
-    by_verifier = collections.defaultdict(list)
-    for problem, answer in dict.fromkeys(pairs):
-        if answer:
-            by_verifier["ask" if ask else problem.verifier].append((problem, answer))
-    right = set()
-    for name, its_pairs in by_verifier.items():
-        decide = ask or BATCHED.get(name) or functools.partial(by_program, name)
-        verdicts = decide(its_pairs)
-        is_list = isinstance(verdicts, list) and len(verdicts) == len(its_pairs)
-        bools = is_list and all(isinstance(x, bool) for x in verdicts)
-        require(
-            bools,
-            f"the verifier {name!r} must return a list, a bool per answer, not {verdicts!r:.80}",
-        )
-        right.update(pair for pair, verdict in zip(its_pairs, verdicts) if verdict)
-    return [pair in right for pair in pairs]
-
-
-FAILED = set()  # the programs whose first error has been printed
-
-
-def by_program(name, pairs):
-    """What a program of PROGRAMS decides about each pair. Of several references one is enough."""
-    return [
-        any(accepts(name, answer, reference) for reference in problem.references)
-        for problem, answer in pairs
-    ]
+def verify(problem, answer) -> bool:
+    """Whether the problem's verifier accepts an answer. Of several references one is enough. No
+    answer, None or an empty box, is wrong."""
+    accepted = (accepts(problem.verifier, answer, each) for each in problem.references)
+    return bool(answer) and any(accepted)
 
 
 def accepts(name, answer, reference):
-    """What a program returns. An error is no acceptance, and the first one is printed."""
+    """What a verifier returns. An error is no acceptance, and the first one is printed."""
     try:
-        right = PROGRAMS[name](answer, reference)
+        right = VERIFIERS[name](answer, reference)
     except Exception as error:  # one answer must not end a run
         if name not in FAILED:
             say(f"the verifier {name!r} fails on the answer {answer!r:.80}: {message_of(error)}")

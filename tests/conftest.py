@@ -178,7 +178,7 @@ def stopped_run(tmp_path, finished_run):
     return run
 
 
-LOGS = "metrics.jsonl", "samples.jsonl", "questions.jsonl", "evaluations.jsonl"
+LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
 
 
 def steps_of(run):

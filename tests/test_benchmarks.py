@@ -102,7 +102,7 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
     for which in (0, "all"):
         frame = own_case.with_rewards(samples, which)
         table = judge.judge_rewards(frame, NAMES)[1]
-        columns += [table[f"AUC{end}"] for end in ("", ", low", ", high")]
+        columns += [table[name] for name in ("AUC", "from", "to")]
         products = judge.advantage_products(frame[frame.answered], NAMES)
         columns += judge.interval(products, judge.aim, len(products))
     table = PEOPLE.split("\n\nAUC and aim are")[0]

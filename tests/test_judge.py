@@ -15,7 +15,7 @@ import cer
 import evaluate
 import judge
 from runtime.files import read_rows
-from tasks.verifiers import PROGRAMS
+from tasks.verifiers import VERIFIERS
 
 FLAGS = "--dataset toy-test --max-new-tokens 32 --out j"
 
@@ -79,7 +79,7 @@ def test_too_few_questions_give_no_interval(capsys):
         printed = capsys.readouterr()
         assert f"{k} questions have both" in printed.out and printed.err == ""
         assert "nan" not in printed.out and (table["AUC"].isna().all()) == (k == 0)
-        assert table["AUC, low"].isna().all() == table["aim, high"].isna().all() == (k < 10)
+        assert table["from"].isna().all() == table["aim to"].isna().all() == (k < 10)
 
 
 def test_aim_is_of_answers_and_any_box_is_beside_it(capsys):
@@ -88,8 +88,8 @@ def test_aim_is_of_answers_and_any_box_is_beside_it(capsys):
     line = {"references": ["a"], "answers": ["a", "b", None, ""], "truncated": [False] * 4}
     line |= {"right": [True, False, False, False], "rewards": {"exact": [1.0, 0.0, 0.0, 0.0]}}
     table = judge.say_judgement([line] * 10)
-    assert table["aim"]["exact"] == table["aim of all samples"]["exact"] == pytest.approx(1)
-    assert table["aim of all samples"]["any box"] == pytest.approx((1 / 3) ** 0.5)
+    assert table["aim"]["exact"] == table["aim, all"]["exact"] == pytest.approx(1)
+    assert table["aim, all"]["any box"] == pytest.approx((1 / 3) ** 0.5)
     assert math.isnan(table["aim"]["any box"]) and table["AUC"]["any box"] == 0.5
 
 
@@ -97,8 +97,7 @@ def test_each_of_several_references_is_verbatim(capsys):
     row = {"references": ["a", "b"], "answers": ["b", "c"]}
     row |= {"right": [True, False], "truncated": [False, True]}
     judge.say_judgement([row | {"rewards": {"exact": [1.0, 0.0], "cer": [0.4, 0.1]}}])
-    printed = capsys.readouterr().out
-    assert "right .5, verbatim .5" in printed and "'b' for 'a or b'" in printed
+    assert "right .5, verbatim .5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -119,12 +118,9 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
         samples = [sample for of_question in lists for sample in zip(*of_question)]
         right = [R for _, accepted, R in samples if accepted]
         wrong = [R for answer, accepted, R in samples if answer and not accepted]
-        assert line["mean if right"] == pytest.approx(sum(right) / len(right))
-        assert line["mean if wrong"] == pytest.approx(sum(wrong) / len(wrong))
-        assert line["right, nothing"] == pytest.approx(sum(R < 1e-6 for R in right) / len(right))
-        assert line["groups, tiny"] == sum(max(row["rewards"][name]) < 1e-4 for row in rows)
-        assert line["groups, equal"] == sum(len({*row["rewards"][name]}) == 1 for row in rows)
-        for column, counts in ("aim", bool), ("aim of all samples", lambda answer: True):
+        assert line["right"] == pytest.approx(sum(right) / len(right))
+        assert line["wrong"] == pytest.approx(sum(wrong) / len(wrong))
+        for column, counts in ("aim", bool), ("aim, all", lambda answer: True):
             kept = [[k for k, a in enumerate(row["answers"]) if counts(a)] for row in rows]
             kept = [(row, ks) for row, ks in zip(rows, kept) if len(ks) > 1]
             A = advantages([[row["rewards"][name][k] for k in ks] for row, ks in kept])
@@ -138,9 +134,9 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
 def test_the_actor_is_asked_once_about_a_group(script, toy_model_dir, monkeypatch):
     """Whatever rewards need it, and a verifier once about each distinct answer of a question."""
     score = mock.Mock(side_effect=cer.score)
-    program = mock.Mock(side_effect=PROGRAMS["toy-truth"])
+    program = mock.Mock(side_effect=VERIFIERS["toy-truth"])
     monkeypatch.setattr(cer, "score", score)
-    monkeypatch.setitem(PROGRAMS, "toy-truth", program)
+    monkeypatch.setitem(VERIFIERS, "toy-truth", program)
     flags = f"--model {toy_model_dir} {FLAGS} --limit 3 --samples 6"
     code, _, err = script(judge, f"{flags} --rewards cer,verifree,exact,rule+cer,overlap+cer")
     assert code == 0 and score.call_count == 3, err
@@ -184,14 +180,14 @@ def test_it_says_who_can_be_asked_and_what_nothing_receives(script, toy_model_di
     rows, table = read_rows("b/samples.jsonl"), json.loads(Path("b/judge.json").read_text())
     for name in "cer", "exact", "asked":
         mean = sum(row["nothing"][name] for row in rows) / len(rows)
-        assert table[name]["says nothing"] == pytest.approx(mean)
+        assert table[name]["nothing"] == pytest.approx(mean)
         assert (mean > 0) == (name != "exact")
-    assert table["verifree"]["says nothing"] is None
+    assert table["verifree"]["nothing"] is None
 
 
 @pytest.mark.parametrize("verdict, tokens", [(True, 32), (False, 2)])  # 2 are too few for a box
 def test_a_table_whatever_the_verifier_accepts(script, toy_model_dir, monkeypatch, verdict, tokens):
-    monkeypatch.setitem(PROGRAMS, "toy-truth", lambda answer, reference: verdict)
+    monkeypatch.setitem(VERIFIERS, "toy-truth", lambda answer, reference: verdict)
     flags = f"--model {toy_model_dir} {FLAGS} --limit 1 --samples 4 --max-new-tokens {tokens}"
     code, out, err = script(judge, flags)
     assert code == 0 and "0 questions have both right and wrong" in out and "\ncer " in out, err

@@ -57,7 +57,7 @@ def test_a_groups_numbers_by_hand(tokenizer):
 
 
 def test_a_runs_summary_by_hand(tmp_path, capsys):
-    """Change is by question; a question counts by its largest reward."""
+    """Change is by question."""
     lines = [{"step": k, "reward": k / 10, "exact_match": k / 8} for k in range(1, 5)]
     steps = [line | {"answered": 0.5, "seconds": {"sample": 60, "update": 30}} for line in lines]
     before = {"step": 0, "pass_at_1": 0.5, "pass_at_1_stderr": 0.289}
@@ -67,23 +67,19 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
         pairs = [samples[i : i + 2] for i in (0, 2, 4)]
         rows = [{"step": step, "index": i, "right": pair} for i, pair in enumerate(pairs)]
         append_rows(tmp_path / "evaluations.jsonl", rows)
-    best = {"a": [1e-5, 1e-3], "b": [1e-5, 1.5e-4], "c": [1e-5, 2e-5]}
-    rows = [{"question": f"Q{q}", "best": x} for q in best for x in best[q]]
-    append_rows(tmp_path / "questions.jsonl", rows)
-    args = SimpleNamespace(reward="cer", dataset="toy")
-    log = SimpleNamespace(args=args, out=tmp_path, last_step=4)
-    report.RunLog.summary(log)
+    log = object.__new__(report.RunLog)
+    log.args, log.out, log.last_step = SimpleNamespace(reward="cer", dataset="toy"), tmp_path, 4
+    log.summary()
     printed = " ".join(capsys.readouterr().out.split())
     assert "pass@1 first .5 ± .289, last .833 ± .167, change .333 ± .167 (SE" in printed
     assert "reward first .15, last .35 (mean of 2 of 4 steps)" in printed
     assert "exact_match first .188, last .438 (mean" in printed
-    assert "1 of 3 questions never had a reward > 0.0001, such as Qc training" in printed
     assert "minutes sample 4.0, update 2.0 model" in printed
 
 
 def test_a_log_has_a_line_a_step(finished_run):
     err = (finished_run.parent / "stderr").read_text()
-    first, second, third, *lines = err.splitlines()
+    first, second, third, *lines = err[err.index("cer on ") :].splitlines()
     assert "8 questions, verifier toy-rule; 4 steps of 4 questions x 4 samples" in first
     assert "1 x cpu" in second and third.startswith("memory: 4,096 tokens in a micro-batch")
     steps = [line for line in lines if line.startswith("step")]
@@ -101,7 +97,7 @@ def test_a_run_that_learns_nothing_says_so(script, quick, tokenizer):
     append_rows(Path("mine.jsonl"), rows)
     flags = f"{quick} --model long --dataset mine.jsonl --eval-dataset mine.jsonl --eval-limit 1"
     code, out, err = script(train, f"{flags} --verifier math --out run --max-new-tokens 3")
-    assert code == 0 and "8 of 8 questions never had a reward" in out, err
+    assert code == 0, err
     assert "change 0\n" in out and "nan" not in out  # one question has no standard error
     assert "warning at step 1: almost no answers, and most samples are cut off: raise" in err
     assert "warning at step 2" not in err  # once is enough

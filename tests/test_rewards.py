@@ -33,7 +33,7 @@ from reward_functions import (
 from runtime.cli import InputError
 from runtime.report import group_metrics
 from tasks import data, general_verifier, toy
-from tasks.verifiers import PROGRAMS, verify, words
+from tasks.verifiers import VERIFIERS, verify, words
 
 A = [" A ", "A.", "(A)", "(A).", r"\text{A}", r"\textbf{(A)}", "$A$", "**A**", "A: iron", "A) iron"]
 A += [
@@ -78,38 +78,35 @@ VERDICTS = {  # (verifier, reference): {answer: whether it is right}
 
 
 def test_verdicts():
-    """In one batch. Of several references one is enough, and one verifier may decide them all."""
-    pairs, right = [], []
+    """Of several references one is enough."""
     for (verifier, reference), expected in VERDICTS.items():
-        for problem in (
-            data.Problem("q", reference, verifier),
-            data.Problem("q", "(no answer is this)", verifier, (reference,)),
-        ):
-            pairs += [(problem, answer) for answer in expected]
-            right += expected.values()
-    assert verify(pairs) == right
+        one = data.Problem("q", reference, verifier)
+        several = data.Problem("q", "(no answer is this)", verifier, (reference,))
+        for problem in one, several:
+            assert {answer: verify(problem, answer) for answer in expected} == expected
 
 
 def test_what_math_verify_misreads_is_rewritten_on_both_sides():
     for right, pairs in (True, MATHEMATICS), (False, OTHERS):
         for one, other in [*pairs, *(pair[::-1] for pair in pairs)]:
-            assert verify([(data.Problem("q", other, "math"), one)]) == [right], (one, other)
+            assert verify(data.Problem("q", other, "math"), one) == right, (one, other)
 
 
 def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     texts = [r"\boxed{7}, no: \boxed{14}.", r"\boxed{14}, no: \boxed{7}.", "14", r"\boxed{7}"]
     texts += [r"\boxed{}"] * 4
-    program = mock.Mock(side_effect=PROGRAMS["math"])
+    program = mock.Mock(side_effect=VERIFIERS["math"])
     model = mock.Mock(side_effect=lambda pairs, _: ([answer == "7" for _, answer in pairs], []))
-    monkeypatch.setitem(PROGRAMS, "math", program)
+    monkeypatch.setitem(VERIFIERS, "math", program)
     monkeypatch.setattr(general_verifier, "ask", model)
     groups = [group_of(tokenizer, of, "14", "math") for of in (texts[:4], texts[4:])]
     judged = judge(groups, {"verifier"}, None, None)
     assert rewards("rule", judged).tolist() == [[1, 0, 0, 0], [0] * 4] and program.call_count == 2
-    judged = judge(groups, {"model"}, None, None, verifier_model="model")
+    judged = judge(groups, {"general-verifier"}, None, None, other="model")
     assert rewards("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
+    assert all(of_group.right.dtype == torch.bool for of_group in judged)
 
 
 def test_exact_match_composes_accents_on_both_sides(tokenizer):
@@ -124,7 +121,7 @@ def test_exact_match_composes_accents_on_both_sides(tokenizer):
 def test_a_time_out_is_wrong():
     """math-verify's, after 5 seconds."""
     problem = data.Problem("How many?", "7", "math")
-    assert verify([(problem, "(10^{10})!"), (problem, "7")]) == [False, True]
+    assert not verify(problem, "(10^{10})!") and verify(problem, "7")
 
 
 # ------------------------------------------------------------------------ all of them by definition
@@ -242,7 +239,7 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
     groups = [group_of(tokenizer, of_group, references) for of_group in texts]
     R = {}
     for name, reward in REWARDS.items():
-        R[name] = rewards(name, judge(groups, reward.asks, model, tokenizer, M=6))
+        R[name] = rewards(name, judge(groups, reward.judges, model, tokenizer, M=6))
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
         for i, expected in enumerate(rewards_by_definition(model, tokenizer, group, references)):
@@ -271,7 +268,7 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
         passes = mock.Mock(side_effect=model.model.forward)
         with monkeypatch.context() as patch:
             patch.setattr(model.model, "forward", passes)
-            R = rewards("asked", judge(groups, {"yes"}, model, tokenizer))
+            R = rewards("asked", judge(groups, {"asked"}, model, tokenizer))
         sizes = [list(call.kwargs["input_ids"].shape) for call in passes.call_args_list]
         assert [rows for rows, _ in sizes] == [1, 4, 1, 4]  # the shared part, four answers
         assert R[:, 4].tolist() == [0, 0] and torch.equal(R[:, 0], R[:, 3])
@@ -321,7 +318,7 @@ def test_answers_that_say_nothing_by_hand(tokenizer):
     assert nothing["cer"] == pytest.approx(statistics.mean(map(float, rho)), rel=1e-3)
     assert nothing["exact"] == 0 and "verifree" not in nothing
     assert nothing["overlap"] == pytest.approx(2 * 1 / 5 / 2)  # a word of four, of one
-    P_yes = probability_of_yes(group.problem, said, (model, tokenizer))
+    P_yes = probability_of_yes([(group.problem, each) for each in said], (model, tokenizer))
     assert nothing["asked"] == pytest.approx(statistics.mean(P_yes.values()))
 
 

@@ -59,16 +59,17 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, finished_run, sto
     saved = stopped_run.glob("checkpoints/step-4/training/*.safetensors")
     assert {path.name[:11] for path in saved} == {"shard-00001", "shard-00002"}
     finish([start(run_in, tmp_path, train.main, "--out run --resume --steps 5")])
-    metrics, samples, asked, held_out = (read_rows(stopped_run / name) for name in LOGS)
+    metrics, samples, held_out = (read_rows(stopped_run / name) for name in LOGS)
     assert [line["step"] for line in metrics if "reward" in line] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in metrics if "pass_at_1" in line] == [0, 2, 4, 5]
     own_mean = sum(samples[6]["R"] + samples[7]["R"]) / 8
     fourth, evaluated = (line for line in metrics if line["step"] == 4)
     assert fourth["reward"] != pytest.approx(own_mean)  # the other rank's questions count too
     # The data come in the same order: of each step rank 0 has the first question and the third.
-    before = [row["question"] for row in read_rows(finished_run / "questions.jsonl")]
-    now = [row["question"] for row in asked[:16]]
-    assert now[:8] == before[:8] and now[12:] == [before[i] for i in (12, 14, 13, 15)]
+    before = read_rows(finished_run / "samples.jsonl")
+    now = [row["question"] for row in samples]
+    assert now[:4] == [row["question"] for row in before[:4]] and now[4] == before[4]["question"]
+    assert now[5] != before[5]["question"]
     now = [row for row in held_out if row["step"] == 4]
     of_one_rank = [(row["index"], row["question"]) for row in held_out if row["step"] == 0]
     assert [(row["index"], row["question"]) for row in now] == of_one_rank

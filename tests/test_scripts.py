@@ -27,13 +27,10 @@ from tasks.verifiers import verify
 
 
 def test_what_a_run_writes(finished_run, toy_model_dir):
-    lines, samples, questions, held_out = (read_rows(finished_run / name) for name in LOGS)
+    lines, samples, held_out = (read_rows(finished_run / name) for name in LOGS)
     assert [line["step"] for line in lines if "pass_at_1" in line] == [0, 2, 4]
     assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3, 4]
     assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert [row["step"] for row in questions] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
-    best = {(row["step"], row["question"]): row["best"] for row in questions}
-    assert all(best[row["step"], row["question"]] == max(row["R"]) for row in samples)
     for line in (line for line in lines if "reward" in line):
         assert line["seconds"].keys() == {"sample", "reward", "update"}
         tokens = 16 * line["completion_tokens"]
@@ -222,7 +219,6 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         code, out, err = script(evaluate, f"{flags} --seed {seed} --out ~/{seed}")
         assert code == 0 and "average pass@1: " in out, err
         assert "mine.jsonl: left out: 1 of 2 questions or answers have a control token" in err
-        assert "verified as text" not in err
         texts.append([row["texts"] for row in read_rows(f"{seed}/samples.jsonl")])
     assert texts[0] != texts[1]
     settings = dict(temperature=0.3, top_p=0.9, top_k=9)
@@ -237,7 +233,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         assert tuple(row["references"]) == problems[i].references
         boxes = [split_answer(text) for text in row["texts"]]
         assert row["answers"] == [box and box[1] for box in boxes] and len(boxes) == 4
-        assert verify([(problems[i], answer) for answer in row["answers"]]) == row["right"]
+        assert [verify(problems[i], answer) for answer in row["answers"]] == row["right"]
         assert all(n == 21 for n, cut_off in zip(row["tokens"], row["truncated"]) if cut_off)
 
 
