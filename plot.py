@@ -61,10 +61,10 @@ def draw_group(group, out):
     require(group["columns"], "no sample of this group has an answer, so there is nothing to draw")
     R, answers, distinct = group["R"], group["answers"], group["distinct_answers"]
 
-    def rank(i):  # best first, equal answers side by side, samples without an answer last
+    def place(i):  # best first, equal answers side by side, samples without an answer last
         return answers[i] is None, -R[i], answers[i] or "", i
 
-    rows, columns = sorted(range(len(R)), key=rank), sorted(group["columns"], key=rank)
+    rows, columns = sorted(range(len(R)), key=place), sorted(group["columns"], key=place)
     log_P = pandas.Series(group["log_P"], group["columns"], dtype=float).fillna(-numpy.inf)
     P = numpy.exp(log_P[columns].to_numpy())
     log_W = pandas.DataFrame(group["log_W"], distinct, group["columns"], dtype=float)
@@ -87,7 +87,7 @@ def draw_group(group, out):
     for above in numpy.flatnonzero(overlap < 0.5):
         axes["W"].axhline(above + 0.5, color="white", linewidth=5)
         axes["R"].axhline(above + 0.5, color="white", linewidth=5)
-    names = [label(answer, group["references"]) for answer in answers]
+    names = [name_of(answer, group["references"]) for answer in answers]
     axes["P"].set_yticks([0], ["P = π(a*|s)"])
     axes["W"].set_yticks(range(len(rows)), [names[i] for i in rows])
     axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=11)
@@ -119,7 +119,7 @@ def draw_matrix(axis, values, colours, digits, top=None):
     axis.spines[:].set_visible(False)
 
 
-def label(answer, references):
+def name_of(answer, references):
     if answer is None:
         return "(no answer)"
     return (text_of(answer, 22) or "(empty)") + (" = a*" if answer in references else "")

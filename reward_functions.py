@@ -88,13 +88,14 @@ def probability_of_yes(pairs, asked_model) -> dict[tuple, float]:
     of_problems = [[*own] for _, own in itertools.groupby(pairs, key=lambda pair: pair[0])]
     P = {}
     for own in progress("ask", of_problems):
-        contexts = asking_prompts(tokenizer, own[0][0], [answer for _, answer in own])
-        for some in batches(range(len(own)), lambda i: len(contexts[i]), cer.TOKENS_AT_ONCE):
+        prompts = asking_prompts(tokenizer, own[0][0], [answer for _, answer in own])
+        asked_about = [*zip(own, prompts)]
+        for some in batches(asked_about, lambda each: len(each[1]), cer.TOKENS_AT_ONCE):
             with torch.no_grad():
-                _, last, _ = cer.read_contexts(model, [contexts[i] for i in some])
+                _, last, _ = cer.read_contexts(model, [prompt for _, prompt in some])
                 logits = model.lm_head(last).float()  # [n, V]
             odds = logits[:, yes].logsumexp(1) - logits[:, no].logsumexp(1)
-            P |= dict(zip((own[i] for i in some), odds.sigmoid().tolist()))
+            P |= dict(zip((pair for pair, _ in some), odds.sigmoid().tolist()))
     return P
 
 

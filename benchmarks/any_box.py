@@ -1,5 +1,5 @@
-"""train.py with one more reward, 1 for any answer in a box: the control that shows how much of a gain
-is learning to write an answer at all.
+"""train.py with one more reward, 1 for any answer in a box: the control that shows how much of a
+gain is learning to write an answer at all.
 
     python benchmarks/any_box.py --reward any-box --model MODEL --dataset FILE
 """

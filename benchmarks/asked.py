@@ -56,7 +56,8 @@ def ask_about(directory, lines, which, model, out, with_passage):
         answers = [*dict.fromkeys(filter(None, groups[k]["answers"]))]
         kinds = kinds_of(lines, k)
         texts = [*dict.fromkeys([*answers, *kinds.values()])]
-        yes = probability_of_yes(problem, texts, asked_model)
+        said = probability_of_yes([(problem, text) for text in texts], asked_model)
+        yes = {text: P for (_, text), P in said.items()}
         row = {"line": k, "answers": {answer: yes[answer] for answer in answers}}
         append_rows(out, [row | {"kinds": {kind: yes[text] for kind, text in kinds.items()}}])
 

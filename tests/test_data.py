@@ -249,7 +249,7 @@ def test_any_data_set_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_verifier_of_ones_own(monkeypatch, capsys):
-    """What fails is wrong, and said once; another reference may do. What it returns must be a bool."""
+    """What fails is wrong, and said once; another reference may do. It must return a bool."""
     problem = Problem("Why?", "x", "mine", ("14",))
     monkeypatch.setitem(VERIFIERS, "mine", lambda answer, reference: int(answer) == int(reference))
     assert [verify(problem, answer) for answer in ("14", "15", "b")] == [True, False, False]
