@@ -127,36 +127,28 @@ def draw_panel(axis, title, curves, steps, **options):
 
 
 def draw_asked(out, seeds):
-    """A judge who is asked, beside CER and exact match, where 2% of all answers say nothing at the
-    start: pass@1, and the share of answers that say nothing. Also prints a table, with .1%, too."""
+    """Pass@1, and the share of answers that say nothing, with CER, exact match, and a judge who is
+    asked and gives .83 to such answers. At the start they are 2% of all. Prints a table, too, also
+    with .1% and for judges who give less."""
     columns = [0, 100, 200, 300, 600]
     curves = {"exact match": {}, "CER": {}}
     for payment in 0.57, 0.70, 0.83:
         name = f"asked, nothing receives {payment:.2f}".replace("0.", ".")
         curves[name] = {"payment": payment}
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3), sharey=True, layout="constrained")
+    titles = "pass@1", "answers that say nothing"
     for share in 0.001, 0.02:
         for name, own in curves.items():
             reward = name.split(",")[0]
-            pass_at_1, _, nothing = train(
-                reward, steps=600, seeds=seeds, nothing=share, **own
-            ).mean(1)
-            colour, dashes, width = CURVES.get(reward, ("#CC0000", "-", 2))
-            opaque = own.get("payment", 1) ** 4 / 0.83**4 if own else 1
-            for axis, title, curve in (
-                (axes[0], "pass@1", pass_at_1),
-                (axes[1], "answers that say nothing", nothing),
-            ):
+            found = train(reward, steps=600, seeds=seeds, nothing=share, **own).mean(1)[[0, 2]]
+            for axis, title, curve in zip(axes, titles, found):
                 numbers = "".join(f"{x:6.3f}" for x in curve[columns])
                 print(f"{share:.1%} at the start, {title:26}{name:28}{numbers}", flush=True)
-                if share == 0.02:
-                    axis.plot(
-                        curve, dashes, color=colour, alpha=opaque, linewidth=width, label=name
-                    )
+                if share == 0.02 and own.get("payment", 0.83) == 0.83:
+                    colour, dashes, width = CURVES.get(reward, ("#CC0000", "-", 2.5))
+                    axis.plot(curve, dashes, color=colour, linewidth=width, label=reward)
                     axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
-    figure.legend(
-        handles=axes[0].get_lines(), loc="outside lower center", ncols=3, frameon=False, fontsize=11
-    )
+    axes[0].legend(frameon=False, loc="center right")
     figure.savefig(out, dpi=150)
 
 
