@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
-from pytest import approx
+from pytest import approx, importorskip
 
 ROOT = Path(__file__).parents[1]
 LESSON = ROOT / "docs" / "lesson.md"
@@ -79,6 +79,14 @@ def test_the_code_prints_what_is_shown(toy_model_dir, tmp_path, monkeypatch):
     known += map(float, re.findall(r"\d*\.\d+", blocks))
     for x in re.findall(r"(?<![\w.])\.\d\d+", BLOCK.sub("", lesson)):
         assert any(f"{y:.{len(x) - 1}f}" == f"0{x}" for y in known), x
+
+
+def test_as_a_notebook_it_has_every_block():
+    """The command in the lesson makes a cell of each."""
+    jupytext = importorskip("jupytext")
+    cells = [cell.source for cell in jupytext.read(LESSON).cells if cell.cell_type == "code"]
+    blocks = BLOCK.findall(LESSON.read_text())
+    assert cells == [code.rstrip("\n") for kind, code in blocks if kind == "python"]
 
 
 def test_the_picture_moves_one_amount_of_orange(tmp_path, monkeypatch):
