@@ -12,7 +12,7 @@ each reward with that truth:
 
 AUC asks for the order within a question. Aim asks for sizes too: a reward that is tiny for most
 questions may order their samples well, and yet only the few others decide the update. Both are of
-samples with an answer. Where many have none, a reward for any answer at all ("any box") pulls in
+samples with an answer. Where many have none, a reward for any answer at all (any-box) pulls in
 the right direction too, so its aim over all samples stands beside each reward's.
 """
 
@@ -40,7 +40,7 @@ from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
-DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
+DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked,any-box"
 FEW = 10  # fewer questions with right and wrong answers give no interval
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
@@ -51,7 +51,6 @@ AT_ONCE = 8  # questions that a rank samples together; what is finished is on th
 def say_judgement(lines, graded=False):
     """Print what lines of samples.jsonl say about their rewards -> the table, a DataFrame with a
     row for each reward. graded: whether grade.py says what is right, and not the verifier."""
-    lines = [line | {"rewards": line["rewards"] | {"any box": any_box(line)}} for line in lines]
     names = [*lines[0]["rewards"]]
     samples = sample_table([line | line["rewards"] for line in lines], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
@@ -63,15 +62,10 @@ def say_judgement(lines, graded=False):
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
     print("from, to: 95% over questions; aim, all: also of samples without an answer")
     print("right, wrong: the mean of such samples; nothing: the mean of answers that say nothing")
-    print("any box: a reward of 1 for any answer")
+    print("any-box: a reward of 1 for any answer")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("By the verifier `text`, exact looks nearly perfect whatever it misses: grade first")
     return table
-
-
-def any_box(line):
-    """The control: a reward for nothing but an answer."""
-    return [float(bool(answer)) for answer in line["answers"]]
 
 
 def judge_rewards(samples, names):

@@ -202,6 +202,11 @@ def asked(judged):
     return judged.yes.float()
 
 
+def any_box(judged):
+    """1 for any answer: the control, which shows how much of a gain is to answer at all."""
+    return torch.tensor([float(bool(answer)) for answer in judged.group.answers])
+
+
 def mean_of(*rewards):
     """The plain average of rewards."""
     return lambda judged: torch.stack([reward(judged) for reward in rewards]).mean(0)
@@ -224,6 +229,7 @@ REWARDS = {
     "overlap": Reward(overlap, set()),
     "overlap+cer": Reward(mean_of(overlap, conditional_expectation), {"actor"}),
     "asked": Reward(asked, {"asked"}),
+    "any-box": Reward(any_box, set()),
 }
 
 

@@ -217,6 +217,7 @@ def rewards_by_definition(model, tokenizer, group, references):
             R["overlap+cer"] = (R["overlap"] + R["cer"]) / 2
             R["verifree"] = P[boxed.index(i)].item()
             R["general-verifier"] = float("14" in answer)  # as ask() below says
+            R["any-box"] = float(answer != "")
             if answer:
                 R["asked"] = asked_by_definition(model, tokenizer, group.problem, answer)
         expected.append(R)
