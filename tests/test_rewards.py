@@ -270,6 +270,8 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(model.model, "forward", passes)
             R = rewards("asked", judge(groups, {"asked"}, model, tokenizer))
+        of_other = judge(groups, {"asked"}, None, None, other=(model, tokenizer))
+        assert torch.equal(rewards("asked", of_other), R)
         sizes = [list(call.kwargs["input_ids"].shape) for call in passes.call_args_list]
         assert [rows for rows, _ in sizes] == [1, 4, 1, 4]  # the shared part, four answers
         assert R[:, 4].tolist() == [0, 0] and torch.equal(R[:, 0], R[:, 3])
