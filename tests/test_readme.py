@@ -12,6 +12,7 @@ from conftest import group_of, tiny_model
 
 from cer import cer
 from reward_functions import judge
+from rloo import leave_one_out
 from tasks import verifiers
 from tasks.data import Problem
 
@@ -53,9 +54,11 @@ def test_every_file_and_heading_that_is_linked_is_there():
 
 
 def test_the_reward_in_the_readme_is_that_of_cer():
-    names = {name: torch.randn(shape) for name, shape in {"log_W": (4, 4), "log_P": 4}.items()}
+    shapes = {"log_W": (4, 4), "log_P": 4, "log_prob": 4}
+    names = {name: torch.randn(shape) for name, shape in shapes.items()} | {"N": 4}
     exec(blocks(PAGES[0], "python"), names)
     torch.testing.assert_close(names["R"], cer(names["log_W"], names["log_P"]))
+    torch.testing.assert_close(names["A"], leave_one_out(names["R"]))
 
 
 def imports(path):
