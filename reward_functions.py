@@ -49,7 +49,7 @@ def judge(
     pairs = list(dict.fromkeys((g.problem, a) for g in groups for a in g.answers if a))
     right = yes = None
     if "verifier" in judges:
-        right = dict(zip(pairs, (verify(*pair) for pair in pairs)))
+        right = dict(zip(pairs, verify(pairs)))
     if "general-verifier" in judges:
         right = dict(zip(pairs, general_verifier.ask(pairs, other)[0]))
     if "asked" in judges:

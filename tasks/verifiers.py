@@ -138,11 +138,13 @@ VERIFIERS = {  # (answer, reference) -> bool
 FAILED = set()  # the verifiers whose first error has been printed
 
 
-def verify(problem, answer) -> bool:
-    """Whether the problem's verifier accepts an answer. Of several references one is enough. No
-    answer, None or an empty box, is wrong."""
-    accepted = (accepts(problem.verifier, answer, each) for each in problem.references)
-    return bool(answer) and any(accepted)
+def verify(pairs: list[tuple]) -> list[bool]:
+    """(problem, answer) pairs -> whether the problem's verifier accepts each answer. Of several
+    references one is enough. No answer, None or an empty box, is wrong."""
+    return [
+        bool(answer) and any(accepts(problem.verifier, answer, each) for each in problem.references)
+        for problem, answer in pairs
+    ]
 
 
 def accepts(name, answer, reference):

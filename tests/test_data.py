@@ -252,15 +252,15 @@ def test_a_verifier_of_ones_own(monkeypatch, capsys):
     """What fails is wrong, and said once; another reference may do. It must return a bool."""
     problem = Problem("Why?", "x", "mine", ("14",))
     monkeypatch.setitem(VERIFIERS, "mine", lambda answer, reference: int(answer) == int(reference))
-    assert [verify(problem, answer) for answer in ("14", "15", "b")] == [True, False, False]
+    assert verify([(problem, answer) for answer in ("14", "15", "b")]) == [True, False, False]
     said = "the verifier 'mine' fails on the answer '14': invalid literal for int() with base 10"
     assert capsys.readouterr().err == f"{said}: 'x'\n"
     monkeypatch.setitem(VERIFIERS, "mine", lambda answer, reference: True)
-    assert [verify(problem, answer) for answer in ("c", "", None)] == [True, False, False]
+    assert verify([(problem, answer) for answer in ("c", "", None)]) == [True, False, False]
     for wrong in (False, "because"), None, 1, (x for x in "ab"):
         monkeypatch.setitem(VERIFIERS, "mine", lambda answer, reference, wrong=wrong: wrong)
         with pytest.raises(InputError, match="'mine' must return a bool, not"):
-            verify(problem, "c")
+            verify([(problem, "c")])
 
 
 # ------------------------------------------------------------------------------------------ the toy

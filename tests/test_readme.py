@@ -79,8 +79,8 @@ def test_the_verifier_and_the_reward_of_the_pages_do_what_is_said(tokenizer, mon
         exec(code, names)
     monkeypatch.setitem(verifiers.VERIFIERS, "one-percent", names["within_one_percent"])
     about = Problem("Q", "100", "one-percent")
-    accepted = [verifiers.verify(about, answer) for answer in ("100.9", "102", "about 3")]
-    assert accepted == [True, False, False]
+    pairs = [(about, answer) for answer in ("100.9", "102", "about 3")]
+    assert verifiers.verify(pairs) == [True, False, False]
     group = group_of(tokenizer, [r"\boxed{7}", "none", r"so \boxed{8}"], ["7", "7 eggs"])
     [judged] = judge([group], {"actor"}, tiny_model(len(tokenizer)), tokenizer)
     both = judged.scores.log_references.tolist()  # [2 references, 2 columns]

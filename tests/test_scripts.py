@@ -233,7 +233,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         assert tuple(row["references"]) == problems[i].references
         boxes = [split_answer(text) for text in row["texts"]]
         assert row["answers"] == [box and box[1] for box in boxes] and len(boxes) == 4
-        assert [verify(problems[i], answer) for answer in row["answers"]] == row["right"]
+        assert verify([(problems[i], answer) for answer in row["answers"]]) == row["right"]
         assert all(n == 21 for n, cut_off in zip(row["tokens"], row["truncated"]) if cut_off)
 
 
