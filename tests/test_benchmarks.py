@@ -274,3 +274,22 @@ def test_what_asking_found_is_in_its_csv():
         assert re.search(rf"{kind}\W.*\| \**{of[kind].mean():.2f}".replace("0.", r"\."), page), kind
     above = (of["the question, repeated"] > of["the reference"]).sum()
     assert f"In {above} of {len(of)} questions" in page
+
+
+def test_the_control_of_training_is_that_of_its_csv(capsys, monkeypatch):
+    """pass@1, answers and their changes, on the page of the run and in docs/measurements.md."""
+    monkeypatch.chdir(ROOT)
+    page, names = (ROOT / "benchmarks/results/squad-control.md").read_text(), {}
+    exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
+    by_question = names["by_question"]
+    for run in "before", "any-box0", "any-box1", "cer0", "asked0", "exact0":
+        expected = []
+        for what in "text", "answered":
+            change = by_question[what][run] - by_question[what]["before"]
+            expected.append(by_question[what][run].mean())
+            expected += [change.mean(), change.sem()] if run != "before" else []
+        label = run if run == "before" else f"`{run[:-1]}`, seed {run[-1]}"
+        assert shown(page, label)[: len(expected)] == near(expected, 0.00051)
+    difference = names["difference"]
+    assert [0.035, 0.021] == near([difference.mean(), difference.sem()], 0.00051)
+    assert ".035 ± .021" in page and ".035 ± .021" in PAGE
