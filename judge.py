@@ -64,7 +64,7 @@ def say_judgement(lines, graded=False):
     print("right, wrong: the mean of such samples; nothing: the mean of answers that say nothing")
     print("any-box: a reward of 1 for any answer")
     if not graded and any(line.get("verifier") == "text" for line in lines):
-        print("By the verifier `text`, exact looks nearly perfect whatever it misses: grade first")
+        print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
     return table
 
 
