@@ -242,6 +242,8 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
     R = {}
     for name, reward in REWARDS.items():
         R[name] = rewards(name, judge(groups, reward.judges, model, tokenizer, M=6))
+        no_box = judge(groups[:1], reward.judges, model, tokenizer)
+        assert rewards(name, no_box).dtype == torch.float32
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
         for i, expected in enumerate(rewards_by_definition(model, tokenizer, group, references)):
