@@ -123,10 +123,17 @@ def add_to_json(path, entries):
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+NOISE = "attention_dropout", "router_jitter_noise", "input_jitter_noise"  # in training mode
+
+
 @torch.no_grad()
 def check_sampling(model, tokenizer):
     """Check, on two sampled tokens, that the model samples from its own distribution (temperature
-    1, no top-k or top-p), with attention over the whole context. Raises an error otherwise."""
+    1, no top-k or top-p), with attention over the whole context, and as it is trained. Raises an
+    error otherwise."""
+    noise = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    noise += [getattr(model.config, name, 0) for name in NOISE]
+    require(not any(noise), "dropout and router noise must be 0, or training is not on-policy")
     require(hasattr(model.base_model, "layers"), "it is not laid out as Llama and Qwen are")
     rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
     require(rope not in ("dynamic", "longrope"), f"{rope} RoPE depends on a batch's longest row")

@@ -88,8 +88,8 @@ def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
 
 @torch.no_grad()
 def check_training(policy, actor):
-    """Check that the policy's log-probabilities, in training mode, are the actor's: dropout, or a
-    router's noise, would give the update other ones than those that sampled."""
+    """Check that the policy's log-probabilities, in training mode, are the actor's: noise in
+    training mode would give the update other ones than those that sampled."""
     stop = actor.generation_config.eos_token_id[0]
     ids = torch.tensor([[stop, *range(8)]], device=policy.device)
     logits = actor(input_ids=ids, use_cache=False).logits[0, :-1].float()

@@ -1,5 +1,6 @@
 """What reaches the model: the first prompt is shown, and control tokens are kept out."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tokenizers import processors
 import evaluate
 import judge
 import train
+import warm_start
 from engine.tokens import vocabulary
 from runtime.cli import InputError
 from tasks import toy_model
@@ -58,6 +60,23 @@ def test_qwens_control_tokens(qwen_tokenizer, capsys):
     references = "4<|im_end|>", "<think>\n\n</think>\n\n5", "<b>6</b>"
     problems, _ = usable_prompts(qwen_tokenizer, [Problem("q", r) for r in references], "mine")
     assert [problem.reference for problem in problems] == ["<b>6</b>"]
+
+
+def test_demonstrations_with_control_tokens_are_left_out_and_counted(script, toy_model_dir):
+    good, chat, echo = (
+        '{"question": "Q?", "solution": "so \\\\boxed{7}"}\n',
+        '{"question": "Q?", "solution": "so \\\\boxed{7}<eos>"}\n',
+        '{"question": "<eos>Q?", "solution": "so \\\\boxed{7}"}\n',
+    )
+    flags = f"--model {toy_model_dir} --data demos.jsonl --batch 2 --out warm"
+    Path("demos.jsonl").write_text(good + chat + good + echo)
+    code, out, err = script(warm_start, flags)
+    assert code == 0 and out.startswith("2 demonstrations, "), err
+    assert "demos.jsonl: left out: 2 of 4 questions or answers have a control token" in err
+    Path("demos.jsonl").write_text(chat + echo)
+    code, out, err = script(warm_start, flags.replace("warm", "other"))
+    says = "demos.jsonl: no question is left; 2 of 2 questions or answers have a control token"
+    assert code == 2 and re.fullmatch(f"warm_start.py: {says}\n", err), err
 
 
 def test_an_end_of_text_token_that_the_tokenizer_appends_is_taken_off():

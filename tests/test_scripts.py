@@ -206,7 +206,7 @@ def test_a_second_process_on_a_run_is_refused(script, tmp_path):
 
 
 def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
-    """Of two data sets; the flags reach the sampler. No shell replaces the ~ of `--flag=~/file`."""
+    """Of two data sets; the flags reach the sampler."""
     monkeypatch.setenv("HOME", str(tmp_path))
     held_out = re.search("--eval-dataset (.*?) ", quick)[1]
     rows = ['{"question": "Q?", "answer": "1"}\n', '{"question": "<eos>", "answer": "1"}\n']
@@ -216,7 +216,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
     texts = []
     for seed in 0, 1:
-        code, out, err = script(evaluate, f"{flags} --seed {seed} --out=~/{seed}")
+        code, out, err = script(evaluate, f"{flags} --seed {seed} --out ~/{seed}")
         assert code == 0 and "average pass@1: " in out, err
         assert "mine.jsonl: left out: 1 of 2 questions or answers have a control token" in err
         texts.append([row["texts"] for row in read_rows(f"{seed}/samples.jsonl")])
@@ -257,6 +257,21 @@ def test_a_supervised_start(script, toy_model_dir):
     AutoModelForCausalLM.from_pretrained("warm")
 
 
+# -------------------------------------------------------------------------------------------- paths
+
+
+def test_a_tilde_is_the_home_directory(script, monkeypatch, tmp_path, toy_model_dir):
+    """No shell replaces the ~ of `--flag=~/file`."""
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "model").symlink_to(toy_model_dir)
+    for name in "a.jsonl", "b.jsonl":
+        (home / name).write_text('{"question": "Q?", "answer": "7"}\n')
+    flags = "--model=~/model --dataset=~/a.jsonl,~/b.jsonl --runs 2 --max-new-tokens 4 --out=~/out"
+    code, _, err = script(evaluate, flags)
+    assert code == 0 and (home / "out" / "results.json").exists(), err
+
+
 # ---------------------------------------------------------------------------------------- bad input
 
 GOOD = '{"question": "Q?", "answer": "1"}\n'
@@ -268,6 +283,7 @@ FILES = {
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
     "surrogate.jsonl": '{"question": "Q?", "solution": "\\ud800 \\\\boxed{7}"}',
     "adapter/adapter_config.json": '{"peft_type": "LORA"}',
+    "control.jsonl": '{"question": "How many<eos>?", "answer": "7"}',
 }
 FLAGS_OF = {
     train: "--model {model} --dataset good.jsonl --verifier text --samples 4 --max-new-tokens 64",
@@ -291,6 +307,11 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
         r"cannot go on, since .*eval_runs was 2 and",
     ),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
+    (
+        train,
+        "--dataset control.jsonl",
+        r"no question is left; 1 of 1 questions or answers have",
+    ),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
