@@ -67,8 +67,9 @@ def evaluate(
     """
     seed_everything(seed, "evaluation")
     settings["name"] = "evaluation"
-    how = runs, max_new_tokens, len(problems)  # all at once
-    [lines] = sample_and_judge(model, tokenizer, problems, *how, **settings)
+    [lines] = sample_and_judge(
+        model, tokenizer, problems, runs, max_new_tokens, at_once=len(problems), **settings
+    )
     samples = sample_table(lines, "tokens")
     by_question = samples.groupby(level=0).right.mean()
     summary = {

@@ -62,7 +62,8 @@ def say_judgement(lines, graded=False):
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
     print("from, to: 95% over questions; aim, all: also of samples without an answer")
     print("right, wrong: the mean of such samples; nothing: the mean of answers that say nothing")
-    print("any-box: a reward of 1 for any answer")
+    if "any-box" in names:
+        print("any-box: a reward of 1 for any answer")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
     return table
@@ -166,7 +167,8 @@ def main():
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
     how = args.samples, args.max_new_tokens, AT_ONCE, names, other
-    lines, turns = [], math.ceil(len(problems) / AT_ONCE / dist.get_world_size())
+    lines = []
+    turns = math.ceil(len(problems) / AT_ONCE / dist.get_world_size())
     judged = sample_and_judge(actor, tokenizer, problems, *how)
     for some in cli.progress("questions", judged, total=turns):
         append_rows(out / "samples.jsonl", some)

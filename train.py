@@ -47,7 +47,8 @@ def main():
     # The actor samples and scores.
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
     actor, tokenizer = load(model_path, device, check_sampling, check_scoring, dtype=args.dtype)
-    reward, other = REWARDS[args.reward], None
+    reward = REWARDS[args.reward]
+    other = None  # another model that judges
     if "general-verifier" in reward.judges:
         other = load(args.verifier_model or GENERAL_VERIFIER, device)
     elif "asked" in reward.judges and args.verifier_model:

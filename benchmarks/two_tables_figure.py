@@ -144,7 +144,7 @@ def draw_asked(out, seeds):
             for axis, title, curve in zip(axes, titles, found):
                 numbers = "".join(f"{x:6.3f}" for x in curve[columns])
                 print(f"{share:.1%} at the start, {title:26}{name:28}{numbers}", flush=True)
-                if share == 0.02 and own.get("payment", 0.83) == 0.83:
+                if share == 0.02 and own.get("payment") in (None, 0.83):
                     colour, dashes, width = CURVES.get(reward, ("#CC0000", "-", 2.5))
                     axis.plot(curve, dashes, color=colour, linewidth=width, label=reward)
                     axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))

@@ -159,9 +159,10 @@ class RunLog:
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
         # A resumed run repeats the steps after its checkpoint. A kill may also have left an
         # evaluation whose samples are written and whose line in metrics.jsonl is not.
-        complete = {line["step"] for line in self.rows("metrics.jsonl") if "pass_at_1" in line}
+        rows = {name: self.rows(name) for name in LOGS}
+        complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
         for name in LOGS:
-            kept = [row for row in self.rows(name) if row["step"] < first_step]
+            kept = [row for row in rows[name] if row["step"] < first_step]
             if name == "evaluations.jsonl":
                 kept = [row for row in kept if row["step"] in complete]
             write_atomically(out / name, to_jsonl(kept))

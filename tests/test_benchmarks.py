@@ -276,10 +276,11 @@ def test_what_asking_found_is_in_its_csv():
     assert f"In {above} of {len(of)} questions" in page
 
 
-def test_the_control_of_training_is_that_of_its_csv(capsys, monkeypatch):
+def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     """pass@1, answers and their changes, on the page of the run and in docs/measurements.md."""
     monkeypatch.chdir(ROOT)
-    page, names = (ROOT / "benchmarks/results/squad-control.md").read_text(), {}
+    page = (ROOT / "benchmarks/results/squad-control.md").read_text()
+    names = {}
     exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
     by_question = names["by_question"]
     for run in "before", "any-box0", "any-box1", "cer0", "asked0", "exact0":
