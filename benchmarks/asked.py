@@ -5,9 +5,10 @@
     python benchmarks/asked.py nothing 1.5B.jsonl passage.jsonl > nothing.csv
     python benchmarks/asked.py table asked.csv nothing.csv
 
-`ask` writes P(Yes) of each distinct answer to a line, and of answers that say nothing. `csv` has a
-line for each sample, with a column for each file of `ask`, and `table` computes every number of
-benchmarks/results/asked.md from the two.
+`ask` writes P(Yes) of each distinct answer to a line, and of answers that say nothing; with --how
+reply it writes the decision of a written reply, and with --how tokens RLPR's reward of each sample.
+`csv` has a line for each sample, with a column for each file of `ask`, and `table` computes every
+number of benchmarks/results/asked.md from the two.
 """  # noqa: E501
 
 import argparse
@@ -19,15 +20,20 @@ from pathlib import Path
 import measure  # noqa: F401
 import own_case
 import pandas
+import torch
 
+import cer
 import judge
 from engine.load import load
+from engine.tokens import split_answer, vocabulary
 from grade import read_lines
 from reward_functions import probability_of_yes
 from runtime.cli import progress
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
+from tasks import general_verifier
 from tasks.data import Problem
+from tasks.prompts import encode_prompt
 from tasks.verifiers import plain_text
 
 
@@ -44,22 +50,59 @@ def kinds_of(lines, k):
     }
 
 
-def ask_about(directory, lines, which, model, out, with_passage):
-    """Append P(Yes) of each distinct answer to each line, except for lines that are there."""
+def ask_about(directory, lines, which, model, out, how):
+    """Append a row for each line, except for lines that are there."""
     asked_model = load(model, init_ranks(), dtype="fp32")
     done = {row["line"] for row in read_rows(out, log=True)} if out.exists() else set()
     groups = dict(zip(which, read_lines(directory)))  # those that were sampled
     for k in progress("ask", [k for k in groups if k not in done]):
-        passage = f"{lines[k]['passage']}\n" if with_passage else ""
-        first, *others = lines[k]["references"]
-        problem = Problem(passage + lines[k]["question"].strip(), first, others=tuple(others))
-        answers = [*dict.fromkeys(filter(None, groups[k]["answers"]))]
-        kinds = kinds_of(lines, k)
-        texts = [*dict.fromkeys([*answers, *kinds.values()])]
-        said = probability_of_yes([(problem, text) for text in texts], asked_model)
-        yes = {text: P for (_, text), P in said.items()}
-        row = {"line": k, "answers": {answer: yes[answer] for answer in answers}}
-        append_rows(out, [row | {"kinds": {kind: yes[text] for kind, text in kinds.items()}}])
+        if how == "tokens":
+            row = {"line": k, "samples": token_means(*asked_model, groups[k])}
+        else:
+            row = ask_about_line(asked_model, groups[k], lines, k, how)
+        append_rows(out, [row])
+
+
+def ask_about_line(asked_model, group, lines, k, how):
+    """P(Yes) of each distinct answer, or 1 for a written Yes."""
+    passage = f"{lines[k]['passage']}\n" if how == "passage" else ""
+    first, *others = lines[k]["references"]
+    problem = Problem(passage + lines[k]["question"].strip(), first, others=tuple(others))
+    answers = [*dict.fromkeys(filter(None, group["answers"]))]
+    kinds = kinds_of(lines, k)
+    texts = [*dict.fromkeys([*answers, *kinds.values()])]
+    pairs = [(problem, text) for text in texts]
+    if how == "reply":
+        said = dict(zip(texts, map(float, general_verifier.ask(pairs, asked_model)[0])))
+    else:
+        said = {text: P for (_, text), P in probability_of_yes(pairs, asked_model).items()}
+    row = {"line": k, "answers": {answer: said[answer] for answer in answers}}
+    return row | {"kinds": {kind: said[text] for kind, text in kinds.items()}}
+
+
+@torch.no_grad()
+def token_means(model, tokenizer, group):
+    """RLPR's reward: after each sample's own solution the mean probability of the tokens of
+    "{reference}", of the reference for which it is highest; 0 without a closed box. The solutions
+    are encoded again from their texts."""
+    encode = vocabulary(tokenizer).encode
+    problem = Problem(group["question"], group["references"][0])
+    prompt, texts = encode_prompt(tokenizer, problem), group["texts"]
+    boxes = {i: split_answer(text) for i, text in enumerate(texts)}
+    solutions = {i: encode(texts[i][: box[0]]) for i, box in boxes.items() if box}
+    contexts = [prompt + ids for ids in solutions.values()]
+    references = [encode(f"{{{each}}}") for each in group["references"]]
+    if not contexts:
+        return [0.0] * len(texts)
+    lengths, last, cache = cer.read_contexts(model, contexts)
+    best = torch.zeros(len(contexts))
+    for tokens, states in zip(references, cer.read_answers(model, references, lengths, cache)):
+        states = torch.cat([last[:, None], states[:, :-1]], dim=1)  # each predicts the next token
+        probabilities = model.lm_head(states).float().softmax(-1)
+        own = probabilities[:, torch.arange(len(tokens)), tokens]  # [n, k]
+        best = best.maximum(own.mean(1))
+    of_sample = dict(zip(solutions, best.tolist()))
+    return [of_sample.get(i, 0.0) for i in range(len(texts))]
 
 
 def sample_lines(directory, which, by, files):
@@ -74,7 +117,11 @@ def sample_lines(directory, which, by, files):
         row["overlap"] = max(row["overlap"])
         row["split"] = float(any(split(answer) == split(each) for each in group["references"]))
         for name, lines in asked.items():
-            row[name] = lines[row["line"]]["answers"][answer] if answer else 0.0
+            said = lines[row["line"]]
+            if "samples" in said:
+                row[name] = said["samples"][row["sample"]]
+            else:
+                row[name] = said["answers"][answer] if answer else 0.0
         yield row
 
 
@@ -145,7 +192,8 @@ def main():
     to_ask.add_argument("file", type=Path, help="squad_human.jsonl")
     to_ask.add_argument("--lines", required=True, help="which lines, from 0, such as 3,5,100-399")
     to_ask.add_argument("--model", required=True)
-    to_ask.add_argument("--passage", action="store_true", help="show the passage, too")
+    how = ["yes", "passage", "reply", "tokens"]
+    to_ask.add_argument("--how", default="yes", choices=how, help="passage: show it, too")
     to_ask.add_argument("--out", type=Path, required=True)
     to_csv = commands.add_parser("csv", help="print a line for each sample")
     to_csv.add_argument("directory", type=Path)
@@ -161,7 +209,7 @@ def main():
     if args.command == "ask":
         lines = [json.loads(line) for line in args.file.open()]
         which = own_case.numbers(args.lines)
-        ask_about(args.directory, lines, which, args.model, args.out, args.passage)
+        ask_about(args.directory, lines, which, args.model, args.out, args.how)
     elif args.command == "csv":
         rows = sample_lines(args.directory, args.lines, args.by, args.files)
         table = pandas.DataFrame({k: own_case.written(x) for k, x in row.items()} for row in rows)
