@@ -325,7 +325,7 @@ def test_the_matrix(tmp_path):
         assert seen["blank"] == [cell == "–" for cell in seen["cells"]]
         read = {(a, j) for a, row in zip(g["a"], g["W"]) for j in range(8) if row[j] is not None}
         read |= {(0, j) for j in range(8) if asked[j]}  # P is the row of 14, answer 0
-        more = f" + {len(read) - 4 * M} for P, where the row of 14 is blank," if M < 8 else ""
+        more = f" + {len(read) - 4 * M} blanks of P" if M < 8 else ""
         assert seen["cost"] == f"= {M}: 4 answers × {M}{more} = {len(read)} readings"
 
 
