@@ -387,7 +387,7 @@ def test_the_text_of_each_step_can_be_read(tmp_path):
 def test_the_group_of_the_troll(tmp_path):
     """The page's real group is the README's. Its numbers are those of its file and of cer.py."""
     steps = """await go("troll"); const seen = {};
-        const told = () => /third of its row/.test(document.body.innerText);
+        const told = () => /a third\\s+of\\s+the width/.test(document.body.innerText);
         check("its answer comes after the guess", told(), false);
         guess("troll", 1); check("its text", told());
         const names = [...$("chips").children].map(node => node.textContent);
@@ -422,7 +422,7 @@ def test_the_group_of_the_troll(tmp_path):
     assert {answer: round(R[answer], 3) for answer in board} == board  # README's
     right = {name[2:] for name in names if name[0] == "✓"}
     assert right == {"three", "three days", "three whole days", "3"}
-    assert "P is .0001" in told and "“3” gets .100" in told
+    assert "P is .0001" in told and "it gets .100" in told
     row = torch.tensor(ours["log_W"])[ours["distinct_answers"].index("3")].softmax(0).tolist()
     words = sum(
         w for i, w in zip(ours["columns"], row, strict=True) if ours["answers"][i] in right - {"3"}
