@@ -8,10 +8,9 @@ group in samples.jsonl; 0 is the first and -1 the last. Figures are SVG unless -
 ending.
 """
 
-from runtime.cli import Parser, printable, require, run_script, say, shorten  # isort: split
+from runtime.cli import Parser, printable, require, run_script, shorten  # isort: split
 
 import math
-import warnings
 from pathlib import Path
 
 import matplotlib
@@ -203,13 +202,7 @@ def names_of(runs):
 
 
 def save(figure, out):
-    with warnings.catch_warnings(record=True) as caught:
-        figure.savefig(out, bbox_inches="tight", dpi=110)
-    if missing := {
-        str(each.message) for each in caught if "missing from font" in str(each.message)
-    }:
-        some = f"{len(missing)} characters are in no installed font"
-        say(f"{some} and are drawn as boxes (for Chinese, Japanese, Korean: install Noto Sans CJK)")
+    figure.savefig(out, bbox_inches="tight", dpi=110)
     plt.close(figure)
     print(out)
 

@@ -14,11 +14,16 @@ import numpy
 import own_case
 import pandas
 import pytest
+import torch
+from conftest import tiny_model
 
 import judge
 import train
+from engine.tokens import vocabulary
 from runtime.files import read_rows
 from tasks import toy_model
+from tasks.data import Problem
+from tasks.prompts import encode_prompt
 
 
 def test_speed(script, monkeypatch):
@@ -242,6 +247,27 @@ def test_a_comparison(script, tmp_path, monkeypatch, finished_run):
 
 
 ASKED = Path(__file__).parents[1] / "benchmarks/results/asked.csv"
+
+
+def test_the_mean_of_token_probabilities_is_that_of_plain_passes(tokenizer):
+    """RLPR's reward, on solutions of unequal length, one sample without a box."""
+    texts = [r"so \boxed{7}", "none", r"it is much longer, so \boxed{8}"]
+    group = {"question": "How many eggs?", "references": ["7", "14 eggs"], "texts": texts}
+    model, encode = tiny_model(len(tokenizer)), vocabulary(tokenizer).encode
+    prompt = encode_prompt(tokenizer, Problem(group["question"], "7"))
+    expected = []
+    for text in texts:
+        context = prompt + encode(text.split("{")[0])
+        means = [0.0]
+        for reference in group["references"] if "{" in text else ():
+            tokens = encode("{" + reference + "}")
+            with torch.no_grad():
+                logits = model(torch.tensor([context + tokens])).logits[0, -len(tokens) - 1 : -1]
+            own = logits.softmax(-1)[torch.arange(len(tokens)), tokens]
+            means.append(own.mean().item())
+        expected.append(max(means))
+    found = asked.token_means(model, tokenizer, group)
+    assert found == pytest.approx(expected, abs=1e-6) and found[1] == 0 < found[0]
 
 
 def test_what_asking_found_is_in_its_csv():
