@@ -97,7 +97,7 @@ def test_it_goes_on_where_it_stopped(user):
     order = [question for question, _ in grade.draw(lines, 3, seed=5)]
     assert order == ["Q2?", "Q0?", "Q1?"]
     code, out = user("b a --seed 5", replies="q\n")
-    assert code == 2 and "grade.py: b/grades.jsonl has no grades of these questions" in out
+    assert not code and "b/grades.jsonl has no grades of these questions" in out
     for replies in "1 9\n\nq\n", "1 9\n\n":  # the end of a pipe
         Path("a/grades.jsonl").unlink(missing_ok=True)
         code, out = user("a b --seed 5", replies=replies)
