@@ -225,7 +225,7 @@ def test_the_reader_builds_a_reward(tmp_path):
     W, P = torch.tensor(g["W"])[0], torch.tensor(g["P"])
     level = [short((W * P)[keep].sum() / W[keep].sum()) for keep in ([1, 7, 4], slice(1, 8))]
     assert [some, without] == [f"so far {level[0]}, ρ .443", f"without its own {level[1]}, ρ .443"]
-    assert whole == f"so far {short(g['R'][0])}, ρ .443"
+    assert whole == f"R {short(g['R'][0])}, ρ .443"
     for rho, R, out in biased:
         assert float(R) == pytest.approx(float(rho), abs=0.006)
         assert abs(float(out) - float(rho)) > 0.01
