@@ -112,9 +112,12 @@ def sample_lines(directory, which, by, files):
     of_group = f"{min(groups)}-{max(groups)}"
     for row in own_case.sample_lines(directory, "squad", of_group, by):
         group, answer = groups[row["line"]], row["answer"]
+        P = zip(row["verifree"], group["references"])
+        per_word = max(p ** (1 / len(each.split())) for p, each in P)
         for name, over in ("text", max), ("cer", sum), ("verifree", sum), ("exact", max):
             row[name] = over(row[name])
         row["overlap"] = max(row["overlap"])
+        row["per word"] = per_word
         row["split"] = float(any(split(answer) == split(each) for each in group["references"]))
         for name, lines in asked.items():
             said = lines[row["line"]]
@@ -139,7 +142,7 @@ def nothing_lines(files):
 
 # -------------------------------------------------------------------------------------- the numbers
 
-REWARDS = ["exact", "text", "split", "verifree", "cer", "overlap"]
+REWARDS = ["exact", "text", "split", "verifree", "per word", "cer", "overlap"]
 KINDS = {"all right answers": 0, "not equal as text": 1}
 
 

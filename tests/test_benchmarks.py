@@ -276,12 +276,14 @@ def test_what_asking_found_is_in_its_csv():
     page = page.split("\n## ")[0]
     tables = asked.table_of(asked.read_csv(ASKED))
     labels = {
-        "$P$": "verifree",
+        "$P$ (": "verifree",
         "`cer`": "cer",
         "`overlap`": "overlap",
-        "`asked`, the": "asked-1.5B",
+        "`asked`, the 1.5B": "asked-1.5B",
     }
     labels |= {"`asked`, a 0.5B": "asked-0.5B", "`asked`, SmolLM2": "asked-135M"}
+    labels |= {"`asked`, the same": "asked-1.5B-passage", "$P$ to": "per word"}
+    labels |= {"mean probability": "asked-1.5B-tokens"}
     for label, name in labels.items():
         found = []
         for _, table in tables.values():
@@ -295,6 +297,10 @@ def test_what_asking_found_is_in_its_csv():
         assert [float(x) for x in re.findall(r"-?\.\d+", said)] == near(numbers, 0.00051)
         assert said in page
     nothing = pandas.read_csv(ASKED.with_name("asked-nothing.csv"))
+    shown_passage = nothing[nothing.asked == "asked-1.5B-passage"]["the question, repeated"].mean()
+    samples = asked.read_csv(ASKED)
+    wrong = samples[samples.answered & ~samples.right]["asked-1.5B-passage"].mean()
+    assert f"{wrong:.2f} to wrong answers, {shown_passage:.2f}".replace("0.", ".") in page
     of = nothing[nothing.asked == "asked-1.5B"]
     for kind in "the reference", "the question, repeated", "Yes", "another question's reference":
         assert re.search(rf"{kind}\W.*\| \**{of[kind].mean():.2f}".replace("0.", r"\."), page), kind
