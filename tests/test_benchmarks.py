@@ -311,7 +311,8 @@ def test_what_asking_found_is_in_its_csv():
 def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     """pass@1, answers and their changes, on the page of the run and in docs/measurements.md."""
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "benchmarks/results/squad-control.md").read_text()
+    whole = (ROOT / "benchmarks/results/squad-control.md").read_text()
+    page, second = whole.split("## What came out of the second round")
     names = {}
     exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
     by_question = names["by_question"]
@@ -326,3 +327,18 @@ def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     difference = names["difference"]
     assert [0.035, 0.021] == near([difference.mean(), difference.sem()], 0.00051)
     assert ".035 ± .021" in page and ".035 ± .021" in PAGE
+    exec(re.findall(r"```python\n(known = .*?)```", second, re.S)[0], names)
+    read = names["read"]
+    frozen = names["by_question"]["text"]["frozen0"] - names["by_question"]["text"]["asked0"]
+    assert f"{frozen.mean():.3f} ± {frozen.sem():.3f}".replace("0.", ".") in second
+    for run in read["read"]:
+        expected = []
+        for what in "read", "other words":
+            change = read[what][run] - read[what]["before"]
+            expected.append(read[what][run].mean())
+            expected += [change.mean(), change.sem()] if run != "before" else []
+        label = run if run == "before" else f"`{run[:-1]}`, seed {run[-1]}"
+        label = label.replace("`frozen`", "`asked` by the frozen 1.5B")
+        assert shown(second, label) == near(expected, 0.00051)
+    ahead = read["read"]["cer0"] - read["read"]["any-box0"]
+    assert f"{ahead.mean():.3f} ± {ahead.sem():.3f}".replace("0.", ".") in second
