@@ -6,9 +6,8 @@
     python benchmarks/asked.py table asked.csv nothing.csv
 
 `ask` writes P(Yes) of each distinct answer to a line, and of answers that say nothing; with --how
-reply it writes the decision of a written reply, and with --how tokens RLPR's reward of each sample.
-`csv` has a line for each sample, with a column for each file of `ask`, and `table` computes every
-number of benchmarks/results/asked.md from the two.
+tokens it writes RLPR's reward of each sample. `csv` has a line for each sample, with a column for
+each file of `ask`, and `table` computes every number of benchmarks/results/asked.md from the two.
 """  # noqa: E501
 
 import argparse
@@ -31,7 +30,6 @@ from reward_functions import probability_of_yes
 from runtime.cli import progress
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
-from tasks import general_verifier
 from tasks.data import Problem
 from tasks.prompts import encode_prompt
 from tasks.verifiers import plain_text
@@ -64,20 +62,17 @@ def ask_about(directory, lines, which, model, out, how):
 
 
 def ask_about_line(asked_model, group, lines, k, how):
-    """P(Yes) of each distinct answer, or 1 for a written Yes."""
+    """P(Yes) of each distinct answer, and of answers that say nothing."""
     passage = f"{lines[k]['passage']}\n" if how == "passage" else ""
     first, *others = lines[k]["references"]
     problem = Problem(passage + lines[k]["question"].strip(), first, others=tuple(others))
     answers = [*dict.fromkeys(filter(None, group["answers"]))]
     kinds = kinds_of(lines, k)
     texts = [*dict.fromkeys([*answers, *kinds.values()])]
-    pairs = [(problem, text) for text in texts]
-    if how == "reply":
-        said = dict(zip(texts, map(float, general_verifier.ask(pairs, asked_model)[0])))
-    else:
-        said = {text: P for (_, text), P in probability_of_yes(pairs, asked_model).items()}
-    row = {"line": k, "answers": {answer: said[answer] for answer in answers}}
-    return row | {"kinds": {kind: said[text] for kind, text in kinds.items()}}
+    said = probability_of_yes([(problem, text) for text in texts], asked_model)
+    yes = {text: P for (_, text), P in said.items()}
+    row = {"line": k, "answers": {answer: yes[answer] for answer in answers}}
+    return row | {"kinds": {kind: yes[text] for kind, text in kinds.items()}}
 
 
 @torch.no_grad()
@@ -87,7 +82,8 @@ def token_means(model, tokenizer, group):
     are encoded again from their texts."""
     encode = vocabulary(tokenizer).encode
     problem = Problem(group["question"], group["references"][0])
-    prompt, texts = encode_prompt(tokenizer, problem), group["texts"]
+    prompt = encode_prompt(tokenizer, problem)
+    texts = group["texts"]
     boxes = {i: split_answer(text) for i, text in enumerate(texts)}
     solutions = {i: encode(texts[i][: box[0]]) for i, box in boxes.items() if box}
     contexts = [prompt + ids for ids in solutions.values()]
@@ -113,11 +109,10 @@ def sample_lines(directory, which, by, files):
     for row in own_case.sample_lines(directory, "squad", of_group, by):
         group, answer = groups[row["line"]], row["answer"]
         P = zip(row["verifree"], group["references"])
-        per_word = max(p ** (1 / len(each.split())) for p, each in P)
+        row["per word"] = max(p ** (1 / len(each.split())) for p, each in P)
         for name, over in ("text", max), ("cer", sum), ("verifree", sum), ("exact", max):
             row[name] = over(row[name])
         row["overlap"] = max(row["overlap"])
-        row["per word"] = per_word
         row["split"] = float(any(split(answer) == split(each) for each in group["references"]))
         for name, lines in asked.items():
             said = lines[row["line"]]
@@ -195,7 +190,7 @@ def main():
     to_ask.add_argument("file", type=Path, help="squad_human.jsonl")
     to_ask.add_argument("--lines", required=True, help="which lines, from 0, such as 3,5,100-399")
     to_ask.add_argument("--model", required=True)
-    how = ["yes", "passage", "reply", "tokens"]
+    how = ["yes", "passage", "tokens"]
     to_ask.add_argument("--how", default="yes", choices=how, help="passage: show it, too")
     to_ask.add_argument("--out", type=Path, required=True)
     to_csv = commands.add_parser("csv", help="print a line for each sample")

@@ -253,7 +253,8 @@ def test_the_mean_of_token_probabilities_is_that_of_plain_passes(tokenizer):
     """RLPR's reward, on solutions of unequal length, one sample without a box."""
     texts = [r"so \boxed{7}", "none", r"it is much longer, so \boxed{8}"]
     group = {"question": "How many eggs?", "references": ["7", "14 eggs"], "texts": texts}
-    model, encode = tiny_model(len(tokenizer)), vocabulary(tokenizer).encode
+    model = tiny_model(len(tokenizer))
+    encode = vocabulary(tokenizer).encode
     prompt = encode_prompt(tokenizer, Problem(group["question"], "7"))
     expected = []
     for text in texts:
@@ -279,11 +280,13 @@ def test_what_asking_found_is_in_its_csv():
         "$P$ (": "verifree",
         "`cer`": "cer",
         "`overlap`": "overlap",
+        "$P$ to": "per word",
+        "mean probability": "asked-1.5B-tokens",
         "`asked`, the 1.5B": "asked-1.5B",
+        "`asked`, the same": "asked-1.5B-passage",
+        "`asked`, a 0.5B": "asked-0.5B",
+        "`asked`, SmolLM2": "asked-135M",
     }
-    labels |= {"`asked`, a 0.5B": "asked-0.5B", "`asked`, SmolLM2": "asked-135M"}
-    labels |= {"`asked`, the same": "asked-1.5B-passage", "$P$ to": "per word"}
-    labels |= {"mean probability": "asked-1.5B-tokens"}
     for label, name in labels.items():
         found = []
         for _, table in tables.values():
@@ -308,6 +311,20 @@ def test_what_asking_found_is_in_its_csv():
     assert f"In {above} of {len(of)} questions" in page
 
 
+def means_and_changes(by_question, run, *columns):
+    """The mean of each column, and except before training its paired change with standard error."""
+    numbers = []
+    for column in columns:
+        change = by_question[column][run] - by_question[column]["before"]
+        numbers.append(by_question[column][run].mean())
+        numbers += [change.mean(), change.sem()] if run != "before" else []
+    return numbers
+
+
+def label_of(run):
+    return run if run == "before" else f"`{run[:-1]}`, seed {run[-1]}"
+
+
 def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     """pass@1, answers and their changes, on the page of the run and in docs/measurements.md."""
     monkeypatch.chdir(ROOT)
@@ -317,13 +334,8 @@ def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
     by_question = names["by_question"]
     for run in "before", "any-box0", "any-box1", "cer0", "asked0", "exact0":
-        expected = []
-        for what in "text", "answered":
-            change = by_question[what][run] - by_question[what]["before"]
-            expected.append(by_question[what][run].mean())
-            expected += [change.mean(), change.sem()] if run != "before" else []
-        label = run if run == "before" else f"`{run[:-1]}`, seed {run[-1]}"
-        assert shown(page, label)[: len(expected)] == near(expected, 0.00051)
+        expected = means_and_changes(by_question, run, "text", "answered")
+        assert shown(page, label_of(run))[: len(expected)] == near(expected, 0.00051)
     difference = names["difference"]
     assert [0.035, 0.021] == near([difference.mean(), difference.sem()], 0.00051)
     assert ".035 ± .021" in page and ".035 ± .021" in PAGE
@@ -332,13 +344,8 @@ def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     frozen = names["by_question"]["text"]["frozen0"] - names["by_question"]["text"]["asked0"]
     assert f"{frozen.mean():.3f} ± {frozen.sem():.3f}".replace("0.", ".") in second
     for run in read["read"]:
-        expected = []
-        for what in "read", "other words":
-            change = read[what][run] - read[what]["before"]
-            expected.append(read[what][run].mean())
-            expected += [change.mean(), change.sem()] if run != "before" else []
-        label = run if run == "before" else f"`{run[:-1]}`, seed {run[-1]}"
-        label = label.replace("`frozen`", "`asked` by the frozen 1.5B")
+        expected = means_and_changes(read, run, "read", "other words")
+        label = label_of(run).replace("`frozen`", "`asked` by the frozen 1.5B")
         assert shown(second, label) == near(expected, 0.00051)
         if run != "any-box1":  # docs/measurements.md has the mean, its change, and other words
             mean, *change, other = expected[:-2] if len(expected) > 2 else expected
