@@ -15,7 +15,7 @@ from rloo import update
 from runtime import cli, ranks
 
 HERE = Path(__file__).parent
-os.environ["PYTHONPATH"] = f"{HERE}:{HERE.parent}"  # for the server
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])  # for the server
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["processes", "train"])
 

@@ -321,15 +321,21 @@ def means_and_changes(by_question, run, *columns):
     return numbers
 
 
+def with_error(difference):
+    """The mean over questions and its standard error, as the pages write them."""
+    return f"{difference.mean():.3f} ± {difference.sem():.3f}".replace("0.", ".")
+
+
 def label_of(run):
     return run if run == "before" else f"`{run[:-1]}`, seed {run[-1]}"
 
 
 def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
-    """pass@1, answers and their changes, on the page of the run and in docs/measurements.md."""
+    """pass@1, answers and their changes, on the page of the run."""
     monkeypatch.chdir(ROOT)
     whole = (ROOT / "benchmarks/results/squad-control.md").read_text()
     page, second = whole.split("## What came out of the second round")
+    second = second.split("## Three seeds")[0]
     names = {}
     exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
     by_question = names["by_question"]
@@ -338,19 +344,37 @@ def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
         assert shown(page, label_of(run))[: len(expected)] == near(expected, 0.00051)
     difference = names["difference"]
     assert [0.035, 0.021] == near([difference.mean(), difference.sem()], 0.00051)
-    assert ".035 ± .021" in page and ".035 ± .021" in PAGE
+    assert ".035 ± .021" in page
     exec(re.findall(r"```python\n(known = .*?)```", second, re.S)[0], names)
     read = names["read"]
     frozen = names["by_question"]["text"]["frozen0"] - names["by_question"]["text"]["asked0"]
-    assert f"{frozen.mean():.3f} ± {frozen.sem():.3f}".replace("0.", ".") in second
+    assert with_error(frozen) in second
     for run in read["read"]:
-        expected = means_and_changes(read, run, "read", "other words")
         label = label_of(run).replace("`frozen`", "`asked` by the frozen 1.5B")
+        expected = means_and_changes(read, run, "read", "other words")
         assert shown(second, label) == near(expected, 0.00051)
-        if run != "any-box1":  # docs/measurements.md has the mean, its change, and other words
-            mean, *change, other = expected[:-2] if len(expected) > 2 else expected
-            cells = [f"{mean:.3f}", " ± ".join(f"{x:.3f}" for x in change), f"{other:.3f}"]
-            row = f"| {' | '.join(cells)} |".replace("0.", ".").replace("|  |", "| |")
-            assert row in PAGE, row
-    ahead = read["read"]["cer0"] - read["read"]["any-box0"]
-    assert f"{ahead.mean():.3f} ± {ahead.sem():.3f}".replace("0.", ".") in second
+    assert with_error(read["read"]["cer0"] - read["read"]["any-box0"]) in second
+
+
+def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
+    """The tables of their page, and the primary comparisons, there and in docs/measurements.md."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "benchmarks/results/squad-control.md").read_text()
+    page = page.split("## What came out on the GPU")[1]
+    names = {}
+    exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
+    for model, part in zip(("135M", "1.5B"), page.split("**Qwen2.5-Coder-1.5B")):
+        text, reading = (names[of].loc[model].dropna(axis=1) for of in ("by_text", "by_reading"))
+        assert f"{len(reading)} " in page
+        for run in text["text"]:
+            expected = [*means_and_changes(text, run, "text"), text["answered"][run].mean()]
+            expected += means_and_changes(reading, run, "read")
+            expected.append(reading["other words"][run].mean())
+            label = run if run == "before" else f"`{run}`"
+            assert shown(part, label) == near(expected, 0.00051)
+            change = reading["read"][run] - reading["read"]["before"]
+            assert run == "before" or with_error(change) in PAGE, (model, run)
+        ahead = reading["read"].sub(reading["read"]["any-box"], axis=0)
+        for run in {"cer", "verifree", "overlap", "frozen"} & {*ahead}:
+            assert with_error(ahead[run]) in part.replace("\n", " "), (model, run)
+            assert model == "1.5B" or with_error(ahead[run]) in PAGE.replace("**", ""), run
