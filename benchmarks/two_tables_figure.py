@@ -147,7 +147,7 @@ def draw_asked(out, seeds):
                 if share == 0.02 and own.get("payment") in (None, 0.83):
                     colour, dashes, width = CURVES.get(reward, ("#CC0000", "-", 2.5))
                     axis.plot(curve, dashes, color=colour, linewidth=width, label=reward)
-                    axis.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
+                    axis.set(title=f"{title}, simulated", xlabel="step", ylim=(-0.02, 1.02))
     axes[0].legend(frameon=False, loc="center right")
     figure.savefig(out, dpi=150)
 
