@@ -58,7 +58,7 @@ def test_the_reward_in_the_readme_is_that_of_cer():
     names = {name: torch.randn(shape) for name, shape in shapes.items()} | {"N": 4}
     exec(blocks(PAGES[0], "python"), names)
     torch.testing.assert_close(names["R"], cer(names["log_W"], names["log_P"]))
-    torch.testing.assert_close(names["A"], leave_one_out(names["R"]))
+    torch.testing.assert_close(names["advantage"], leave_one_out(names["R"]))
 
 
 def imports(path):
