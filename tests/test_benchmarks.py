@@ -378,3 +378,16 @@ def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
         for run in {"cer", "verifree", "overlap", "frozen"} & {*ahead}:
             assert with_error(ahead[run]) in part.replace("\n", " "), (model, run)
             assert model == "1.5B" or with_error(ahead[run]) in PAGE.replace("**", ""), run
+
+
+def test_who_asks_about_the_own_case_finds_what_is_shown(monkeypatch):
+    """AUC of asking the model, on the samples of own-case.csv."""
+    monkeypatch.chdir(ROOT)
+    names = {}
+    exec(re.findall(r"```python\n(import own_case.*?)```", OWN_CASE_PAGE, re.S)[0], names)
+    asked = names["asked"]
+    kinds = own_case.KINDS["not equal as text"], own_case.KINDS["no word in common"]
+    for of, said in zip((lambda frame: frame.right, *kinds), (".95", ".91", ".88")):
+        kept = asked[asked.answered & (~asked.right | of(asked))]
+        found = judge.question_aucs(kept, ["asked"]).mean()
+        assert f"{found:.2f}".lstrip("0") == said and said in OWN_CASE_PAGE
