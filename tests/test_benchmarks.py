@@ -380,6 +380,18 @@ def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
             assert model == "1.5B" or with_error(ahead[run]) in PAGE.replace("**", ""), run
 
 
+def test_the_first_hour_on_a_gpu_is_as_it_was_measured():
+    of = pandas.read_json(ROOT / "benchmarks/results/gpu-h100.jsonl", lines=True).set_index("part")
+    page = (ROOT / "docs/running.md").read_text()
+    steps = [f"{x:.3f}".lstrip("0") for x in of.loc["decoding"].seconds]
+    assert f"| {', '.join(steps)} |" in page
+    update = of.loc["updating"]
+    assert f"| {update.tokens_per_second:,.0f} |" in page
+    assert f"| {update.policy_peak_gib:.1f}, {update.policy_estimate_gib:.1f} |" in page
+    scored = of.loc["scoring"].query("U == 10 and context == 1000").iloc[0]
+    assert f"| {scored.seconds:.2f} ({scored.ratio:.1f} times".replace("0.", ".", 1) in page
+
+
 def test_who_asks_about_the_own_case_finds_what_is_shown(monkeypatch):
     """AUC of asking the model, on the samples of own-case.csv."""
     monkeypatch.chdir(ROOT)
