@@ -6,7 +6,8 @@
     python benchmarks/asked.py table asked.csv nothing.csv
 
 `ask` writes P(Yes) of each distinct answer to a line, and of answers that say nothing; with --how
-tokens it writes RLPR's reward of each sample. `csv` has a line for each sample, with a column for
+written 1 if General-verifier's prompt makes the model write Yes, and with --how tokens RLPR's
+reward of each sample. `csv` has a line for each sample, with a column for
 each file of `ask`, and `table` computes every number of benchmarks/results/asked.md from the two.
 """  # noqa: E501
 
@@ -30,6 +31,7 @@ from reward_functions import probability_of_yes
 from runtime.cli import progress
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
+from tasks import general_verifier
 from tasks.data import Problem
 from tasks.prompts import encode_prompt
 from tasks.verifiers import plain_text
@@ -69,10 +71,20 @@ def ask_about_line(asked_model, group, lines, k, how):
     answers = [*dict.fromkeys(filter(None, group["answers"]))]
     kinds = kinds_of(lines, k)
     texts = [*dict.fromkeys([*answers, *kinds.values()])]
-    said = probability_of_yes([(problem, text) for text in texts], asked_model)
-    yes = {text: P for (_, text), P in said.items()}
+    pairs = [(problem, text) for text in texts]
+    if how == "written":
+        _, replies = general_verifier.ask(pairs, asked_model)
+        yes = dict(zip(texts, map(first_decision, replies)))
+    else:
+        yes = {text: P for (_, text), P in probability_of_yes(pairs, asked_model).items()}
     row = {"line": k, "answers": {answer: yes[answer] for answer in answers}}
     return row | {"kinds": {kind: yes[text] for kind, text in kinds.items()}}
+
+
+def first_decision(reply):
+    """The first decision of a reply, 1.0 for Yes. This model does not end its replies."""
+    found = general_verifier.DECISION.search(reply)
+    return float(found is not None and found[1].lower() == "yes")
 
 
 @torch.no_grad()
@@ -190,7 +202,7 @@ def main():
     to_ask.add_argument("file", type=Path, help="squad_human.jsonl")
     to_ask.add_argument("--lines", required=True, help="which lines, from 0, such as 3,5,100-399")
     to_ask.add_argument("--model", required=True)
-    how = ["yes", "passage", "tokens"]
+    how = ["yes", "passage", "written", "tokens"]
     to_ask.add_argument("--how", default="yes", choices=how, help="passage: show it, too")
     to_ask.add_argument("--out", type=Path, required=True)
     to_csv = commands.add_parser("csv", help="print a line for each sample")

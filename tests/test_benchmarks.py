@@ -286,6 +286,7 @@ def test_what_asking_found_is_in_its_csv():
         "`asked`, the same": "asked-1.5B-passage",
         "`asked`, a 0.5B": "asked-0.5B",
         "`asked`, SmolLM2": "asked-135M",
+        "the 1.5B, in a written reply": "asked-1.5B-written",
     }
     for label, name in labels.items():
         found = []
@@ -304,9 +305,20 @@ def test_what_asking_found_is_in_its_csv():
     samples = asked.read_csv(ASKED)
     wrong = samples[samples.answered & ~samples.right]["asked-1.5B-passage"].mean()
     assert f"{wrong:.2f} to wrong answers, {shown_passage:.2f}".replace("0.", ".") in page
+    said = nothing.groupby("asked").mean().loc[["asked-1.5B", "asked-1.5B-written"]]
+    kinds = [kind for kind in said.columns[1:] if kind not in (":", "an injected instruction")]
+    for kind in kinds:
+        row = re.search(rf'^\| "?{kind}[^|]*\|(.*)\|$', page, re.M)[1]
+        assert [float(x) for x in re.findall(r"\d*\.\d+", row)] == near(said[kind].tolist()), kind
+    means = samples[samples.answered].groupby(["right", "text"])[[*said.index]].mean()
+    by_judge = {
+        "right answers: equal": [*means.loc[[(True, 1), (True, 0)]].to_numpy().T.flat],
+        "wrong answers": means.loc[False, 0].tolist(),
+    }
+    for label, expected in by_judge.items():
+        row = re.search(rf"^\| {label}[^|]*\|(.*)\|$", page, re.M)[1]
+        assert [float(x) for x in re.findall(r"\d*\.\d+", row)] == near(expected)
     of = nothing[nothing.asked == "asked-1.5B"]
-    for kind in "the reference", "the question, repeated", "Yes", "another question's reference":
-        assert re.search(rf"{kind}\W.*\| \**{of[kind].mean():.2f}".replace("0.", r"\."), page), kind
     above = (of["the question, repeated"] > of["the reference"]).sum()
     assert f"In {above} of {len(of)} questions" in page
 
@@ -360,7 +372,7 @@ def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
     """The tables of their page, and the primary comparisons, there and in docs/measurements.md."""
     monkeypatch.chdir(ROOT)
     page = (ROOT / "benchmarks/results/squad-control.md").read_text()
-    page = page.split("## What came out on the GPU")[1]
+    page = page.split("## What came out on the GPU")[1].split("## Rivals")[0]
     names = {}
     exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
     for model, part in zip(("135M", "1.5B"), page.split("**Qwen2.5-Coder-1.5B")):
@@ -378,6 +390,31 @@ def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
         for run in {"cer", "verifree", "overlap", "frozen"} & {*ahead}:
             assert with_error(ahead[run]) in part.replace("\n", " "), (model, run)
             assert model == "1.5B" or with_error(ahead[run]) in PAGE.replace("**", ""), run
+
+
+def test_the_rivals_of_cer_are_those_of_their_csv(monkeypatch):
+    """All rewards with 1.5B, there and in docs/measurements.md."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "benchmarks/results/squad-control.md").read_text()
+    page = page.split("## What came out of the rivals")[1]
+    names = {}
+    exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
+    text, reading = names["by_text"], names["by_reading"]
+    assert f"{len(reading)} questions are left" in page
+    for run in text["text"]:
+        expected = [*means_and_changes(text, run, "text"), text["answered"][run].mean()]
+        expected += means_and_changes(reading, run, "read")
+        expected.append(reading["other words"][run].mean())
+        label = run if run == "before" else f"`{run}`"
+        assert shown(page, label) == near(expected, 0.00051)
+        change = reading["read"][run] - reading["read"]["before"]
+        assert run == "before" or with_error(change) in PAGE, run
+    for run in "exact", "verifree", "overlap", "frozen":
+        of = reading["read"]["cer"] - reading["read"][run]
+        assert with_error(of) in page.replace("\n", " "), run
+        assert run in ("overlap", "frozen") or with_error(of).lstrip("-") in PAGE, run
+    of = text["text"]["cer"] - text["text"]["verifree"]
+    assert with_error(of) in page
 
 
 def test_the_first_hour_on_a_gpu_is_as_it_was_measured():
