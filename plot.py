@@ -44,6 +44,7 @@ COLOURS = {  # of each reward, in every figure
     "overlap": "#56B4E9",
     "overlap+cer": "#8C564B",
     "asked": "#CC0000",
+    "any-box": "#999999",
 }
 
 

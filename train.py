@@ -18,6 +18,7 @@ from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save
 from engine.load import DTYPES, check_sampling, load
 from engine.memory import check_disk, plan_memory
 from engine.policy import check_training, copy_weights, make_policy
+from engine.sampling import positions
 from evaluate import evaluate
 from reward_functions import REWARDS, judge, rewards, why_not_asked
 from rloo import leave_one_out, update
@@ -55,7 +56,7 @@ def main():
         other = load(args.verifier_model, device, check_scoring)
     problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
     if held_out:
-        held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset)
+        held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset, positions(actor) - 1)
 
     if "asked" in reward.judges:
         reason = why_not_asked(problems, other or (actor, tokenizer), args.max_new_tokens)

@@ -14,6 +14,7 @@ from processes import finish, run_in, start_ranks
 import cer
 import evaluate
 import judge
+import train
 from runtime.files import read_rows
 from tasks.verifiers import VERIFIERS
 
@@ -167,6 +168,10 @@ def test_a_prompt_that_fills_the_models_positions_is_left_out(script, toy_model_
         code, _, err = script(module, f"{flags} --out {module.__name__}")
         assert code == 0 and "and 1 prompts more than" in err, err
         assert len(read_rows(f"{module.__name__}/samples.jsonl")) == 1
+    held_out = "--dataset toy --eval-dataset q.jsonl --steps 1 --questions 1 --samples 2"
+    flags = f"--model {toy_model_dir} {held_out} --max-new-tokens 8 --out train"
+    code, _, err = script(train, flags)
+    assert code == 0 and "and 1 prompts more than" in err, err
 
 
 def test_it_says_who_can_be_asked_and_what_nothing_receives(script, toy_model_dir, tokenizer):
