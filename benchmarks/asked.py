@@ -7,8 +7,8 @@
 
 `ask` writes P(Yes) of each distinct answer to a line, and of answers that say nothing; with --how
 written 1 if General-verifier's prompt makes the model write Yes, and with --how tokens RLPR's
-reward of each sample. `csv` has a line for each sample, with a column for
-each file of `ask`, and `table` computes every number of benchmarks/results/asked.md from the two.
+reward of each sample. `csv` has a line for each sample, with a column for each file of `ask`, and
+`table` computes every number of benchmarks/results/asked.md from the two.
 """  # noqa: E501
 
 import argparse
@@ -84,7 +84,7 @@ def ask_about_line(asked_model, group, lines, k, how):
 def first_decision(reply):
     """The first decision of a reply, 1.0 for Yes. This model does not end its replies."""
     found = general_verifier.DECISION.search(reply)
-    return float(found is not None and found[1].lower() == "yes")
+    return float(found is not None and general_verifier.decision(found[0]))
 
 
 @torch.no_grad()

@@ -368,6 +368,18 @@ def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     assert with_error(read["read"]["cer0"] - read["read"]["any-box0"]) in second
 
 
+def check_runs(page, text, reading):
+    """The rows of a table of runs, and the changes by the reading in docs/measurements.md."""
+    for run in text["text"]:
+        expected = [*means_and_changes(text, run, "text"), text["answered"][run].mean()]
+        expected += means_and_changes(reading, run, "read")
+        expected.append(reading["other words"][run].mean())
+        label = run if run == "before" else f"`{run}`"
+        assert shown(page, label) == near(expected, 0.00051), run
+        change = reading["read"][run] - reading["read"]["before"]
+        assert run == "before" or with_error(change) in PAGE, run
+
+
 def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
     """The tables of their page, and the primary comparisons, there and in docs/measurements.md."""
     monkeypatch.chdir(ROOT)
@@ -378,14 +390,7 @@ def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
     for model, part in zip(("135M", "1.5B"), page.split("**Qwen2.5-Coder-1.5B")):
         text, reading = (names[of].loc[model].dropna(axis=1) for of in ("by_text", "by_reading"))
         assert f"{len(reading)} " in page
-        for run in text["text"]:
-            expected = [*means_and_changes(text, run, "text"), text["answered"][run].mean()]
-            expected += means_and_changes(reading, run, "read")
-            expected.append(reading["other words"][run].mean())
-            label = run if run == "before" else f"`{run}`"
-            assert shown(part, label) == near(expected, 0.00051)
-            change = reading["read"][run] - reading["read"]["before"]
-            assert run == "before" or with_error(change) in PAGE, (model, run)
+        check_runs(part, text, reading)
         ahead = reading["read"].sub(reading["read"]["any-box"], axis=0)
         for run in {"cer", "verifree", "overlap", "frozen"} & {*ahead}:
             assert with_error(ahead[run]) in part.replace("\n", " "), (model, run)
@@ -401,14 +406,7 @@ def test_the_rivals_of_cer_are_those_of_their_csv(monkeypatch):
     exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
     text, reading = names["by_text"], names["by_reading"]
     assert f"{len(reading)} questions are left" in page
-    for run in text["text"]:
-        expected = [*means_and_changes(text, run, "text"), text["answered"][run].mean()]
-        expected += means_and_changes(reading, run, "read")
-        expected.append(reading["other words"][run].mean())
-        label = run if run == "before" else f"`{run}`"
-        assert shown(page, label) == near(expected, 0.00051)
-        change = reading["read"][run] - reading["read"]["before"]
-        assert run == "before" or with_error(change) in PAGE, run
+    check_runs(page, text, reading)
     for run in "exact", "verifree", "overlap", "frozen":
         of = reading["read"]["cer"] - reading["read"][run]
         assert with_error(of) in page.replace("\n", " "), run
