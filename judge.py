@@ -3,27 +3,18 @@
     python judge.py --model Qwen/Qwen3-4B-Base --dataset mine.jsonl
 
 The model samples each question as in training. The verifier that the question names says which
-samples are right; `grade.py` says it by you, or by another model, afterwards. Two numbers compare
-each reward with that truth:
-
-    AUC  how often a right sample receives more than a wrong one of the same question; .5 is chance
-    aim  the cosine between its advantages and those of the truth; 1 if training would push every
-         answer as the truth would
-
-AUC asks for the order within a question. Aim asks for sizes too: a reward that is tiny for most
-questions may order their samples well, and yet only the few others decide the update. Both are of
-samples with an answer. Where many have none, a reward for any answer at all (any-box) pulls in
-the right direction too, so its aim over all samples stands beside each reward's.
+samples are right; `grade.py` says it by you, or by another model, afterwards. Then the AUC of a
+reward is how often a right sample receives more than a wrong one of the same question; .5 is
+chance. Only samples with an answer count, since a reward of 1 for any answer would tell these from
+the others.
 """
 
 from runtime import cli  # isort: split
 
 import math
-import warnings
 
 import numpy
 import pandas
-import torch
 import torch.distributed as dist
 
 from cer import check_scoring
@@ -31,7 +22,6 @@ from engine.load import DTYPES, check_sampling, load
 from engine.sampling import positions
 from evaluate import sample_and_judge
 from reward_functions import REWARDS, why_not_asked
-from rloo import leave_one_out
 from runtime.files import append_rows
 from runtime.ranks import init_ranks, open_run_directory, seed_everything
 from runtime.report import brief, sample_table, say_grade
@@ -40,7 +30,7 @@ from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
-DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked,any-box"
+DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
 FEW = 10  # fewer questions with right and wrong answers give no interval
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
@@ -60,10 +50,8 @@ def say_judgement(lines, graded=False):
     print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
-    print("from, to: 95% over questions; aim, all: also of samples without an answer")
-    print("right, wrong: the mean of such samples; nothing: the mean of answers that say nothing")
-    if "any-box" in names:
-        print("any-box: a reward of 1 for any answer")
+    print("from, to: 95% over questions; right, wrong: the mean reward of such answers")
+    print("nothing: the mean reward of answers that say nothing")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
     return table
@@ -74,34 +62,23 @@ def judge_rewards(samples, names):
     question."""
     answered = samples[samples.answered]
     aucs = question_aucs(answered, names)
-    columns = {}
-    columns["AUC"], columns["from"], columns["to"] = interval(
-        aucs, lambda drawn: drawn.mean(0), len(aucs)
-    )
-    columns["aim"], columns["aim from"], columns["aim to"] = interval(
-        advantage_products(answered, names), aim, len(aucs)
-    )
-    columns["aim, all"] = aim(advantage_products(samples, names))
-    columns["right"] = answered[answered.right][names].mean()
-    columns["wrong"] = answered[~answered.right][names].mean()
-    return len(aucs), pandas.DataFrame(columns, index=names)
+    table = pandas.DataFrame(index=names, columns=["AUC", "from", "to"], dtype=float)
+    if len(aucs):
+        table["AUC"] = aucs.mean(0)
+    if len(aucs) >= FEW:
+        _, table["from"], table["to"] = interval(aucs)
+    table["right"] = answered[answered.right][names].mean()
+    table["wrong"] = answered[~answered.right][names].mean()
+    return len(aucs), table
 
 
-def interval(of_questions, statistic, enough, draws=2000):
+def interval(of_questions, statistic=lambda drawn: drawn.mean(0), draws=2000):
     """A statistic of what each question has, and the ends of its 95% interval, by drawing questions
-    again -> three arrays. The ends are nan where fewer than FEW questions are enough: a single one
-    would always give itself. of_questions: [questions, ...]. statistic: of such an array."""
-    if not len(of_questions):
-        of_questions = numpy.full((1, *of_questions.shape[1:]), math.nan)
-    whole = statistic(of_questions)
-    if enough < FEW:
-        return whole, whole * math.nan, whole * math.nan
+    again -> three arrays. of_questions: [questions, ...]. statistic: of such an array."""
     count = len(of_questions)
     chosen = numpy.random.default_rng(0).integers(count, size=(draws, count))
     drawn = numpy.array([statistic(of_questions[questions]) for questions in chosen])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a reward without an aim has no interval
-        return whole, *numpy.nanquantile(drawn, [0.025, 0.975], axis=0)
+    return statistic(of_questions), *numpy.nanquantile(drawn, [0.025, 0.975], axis=0)
 
 
 def question_aucs(answered, names):
@@ -114,25 +91,6 @@ def question_aucs(answered, names):
             difference = right[:, None] - wrong
             aucs.append(((difference > 0) + 0.5 * (difference == 0)).mean((0, 1)))
     return numpy.array(aucs).reshape(-1, len(names))
-
-
-def advantage_products(samples, names):
-    """What aim adds up: A . A, A . T and T . T of each question and reward, with A the advantages
-    of the reward and T those of the truth -> [questions, rewards, 3]."""
-    products = []
-    for _, group in samples.groupby(level=0):
-        if len(group) > 1:
-            A = leave_one_out(torch.tensor(group[names].to_numpy(float).T))  # [rewards, n]
-            T = leave_one_out(torch.tensor(group.right.to_numpy(float)))  # [n]
-            products.append(torch.stack([(A * A).sum(1), A @ T, (T @ T).expand(len(A))], 1).numpy())
-    return numpy.array(products).reshape(-1, len(names), 3)
-
-
-def aim(products):
-    """The cosine of all A with all T. nan where one of them is 0."""
-    AA, AT, TT = products.sum(0).T
-    norms = numpy.sqrt(AA * TT)
-    return numpy.divide(AT, norms, out=numpy.full_like(AT, math.nan), where=norms > 0)
 
 
 def main():

@@ -180,16 +180,16 @@ def table_of(samples):
     names, tables = rewards_in(samples), {}
     for kind in KINDS:
         aucs = aucs_of(samples, kind, names)
-        mean, low, high = judge.interval(aucs, lambda drawn: drawn.mean(0), len(aucs))
+        mean, low, high = judge.interval(aucs)
         table = pandas.DataFrame({"AUC": mean, "low": low, "high": high}, index=names)
         first = names[len(REWARDS)]
         difference = aucs[:, [names.index(first)]] - aucs
-        of = judge.interval(difference, lambda drawn: drawn.mean(0), len(aucs))
+        of = judge.interval(difference)
         table[f"{first} minus it"], table["from"], table["to"] = of
         if kind == "all right answers":
-            products = judge.advantage_products(samples[samples.answered], names)
-            table["aim, answered"] = judge.aim(products)
-            table["aim, all"] = judge.aim(judge.advantage_products(samples, names))
+            products = own_case.advantage_products(samples[samples.answered], names)
+            table["aim, answered"] = own_case.aim(products)
+            table["aim, all"] = own_case.aim(own_case.advantage_products(samples, names))
         tables[kind] = len(aucs), table
     return tables
 

@@ -27,8 +27,9 @@ import torch
 
 from cer import cer
 from grade import Grades, draw, read_lines
-from judge import advantage_products, aim, interval, judge_rewards, question_aucs
+from judge import interval, judge_rewards, question_aucs
 from reward_functions import f1, words
+from rloo import leave_one_out
 from tasks.verifiers import plain_text
 
 EXAMPLES = r"""Answer a question about a passage. Reason in one sentence, then box a short answer, as in the examples.
@@ -176,27 +177,46 @@ def tell(samples):
         print("{:.3f} ({:.3f} to {:.3f})".format(*difference))
         say_aims("all samples,", products)
         products = advantage_products(frame[frame.answered], list(NAMES))
-        for name, *values in zip(NAMES, *interval(products, aim, len(products))):
+        for name, *values in zip(NAMES, *interval(products, aim)):
             print("answered samples, aim: {} {:.3f} ({:.3f} to {:.3f})".format(name, *values))
         say_aims("answered samples,", products)
     say_differences("AUC: all minus one reference,", NAMES, tables["all"] - tables[0])
 
 
+def advantage_products(samples, names):
+    """What aim adds up: A . A, A . T and T . T of each question and reward, with A the advantages
+    of the reward and T those of the truth -> [questions, rewards, 3]."""
+    products = []
+    for _, group in samples.groupby(level=0):
+        if len(group) > 1:
+            A = leave_one_out(torch.tensor(group[names].to_numpy(float).T))  # [rewards, n]
+            T = leave_one_out(torch.tensor(group.right.to_numpy(float)))  # [n]
+            products.append(torch.stack([(A * A).sum(1), A @ T, (T @ T).expand(len(A))], 1).numpy())
+    return numpy.array(products).reshape(-1, len(names), 3)
+
+
+def aim(products):
+    """The cosine of all A with all T. nan where one of them is 0."""
+    AA, AT, TT = products.sum(0).T
+    norms = numpy.sqrt(AA * TT)
+    return numpy.divide(AT, norms, out=numpy.full_like(AT, math.nan), where=norms > 0)
+
+
 def any_box(frame):
     """The aim, over all samples, of a reward of 1 for any box; and CER's minus it, low, high."""
     products = advantage_products(frame.assign(box=frame.answered.astype(float)), ["box", "cer"])
-    difference = interval(products, lambda drawn: aim(drawn)[1] - aim(drawn)[0], len(products))
+    difference = interval(products, lambda drawn: aim(drawn)[1] - aim(drawn)[0])
     return aim(products)[0], difference
 
 
 def say_aims(title, products):
-    of = interval(products, lambda drawn: aim(drawn)[0] - aim(drawn)[1:], len(products))
+    of = interval(products, lambda drawn: aim(drawn)[0] - aim(drawn)[1:])
     for name, *values in zip(NAMES[1:], *of):
         print("{} aim: cer minus {}: {:.3f} ({:.3f} to {:.3f})".format(title, name, *values))
 
 
 def say_differences(title, names, differences):
-    of = interval(differences, lambda drawn: drawn.mean(0), len(differences))
+    of = interval(differences)
     for name, *numbers_ in zip(names, *of):
         print(f"{title} {name}: {numbers_[0]:.3f} ({numbers_[1]:.3f} to {numbers_[2]:.3f})")
 

@@ -93,7 +93,7 @@ def near(found, within=0.0051):
 
 def with_interval(difference):
     """of each question -> its mean, low, high"""
-    return [*judge.interval(difference, lambda drawn: drawn.mean(0), len(difference))]
+    return [*judge.interval(difference)]
 
 
 LABELS = {"cer": "`cer`", "verifree": "$P$ (`verifree`)", "exact": "`exact`"}
@@ -109,9 +109,9 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
         frame = own_case.with_rewards(samples, which)
         table = judge.judge_rewards(frame, NAMES)[1]
         columns += [table[name] for name in ("AUC", "from", "to")]
-        products = judge.advantage_products(frame[frame.answered], NAMES)
-        columns += judge.interval(products, judge.aim, len(products))
-    table = PEOPLE.split("\n\nAUC and aim are")[0]
+        products = own_case.advantage_products(frame[frame.answered], NAMES)
+        columns += judge.interval(products, own_case.aim)
+    table = PEOPLE.split("\n\nAUC is that of")[0]
     for k, label in enumerate(LABELS.values()):
         assert shown(table, label) == near(numpy.array(columns)[:, k])
     assert "CER is right in 46 and $P$ in 16" in PEOPLE
@@ -122,6 +122,17 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
     assert [float(x) for x in shown_there] == near(aucs.mean(0))
 
 
+def test_aim_is_the_cosine_of_all_advantages():
+    """The truth has 1, however scaled; its opposite -1. A reward that is tiny in three groups of
+    four has the square root of a quarter."""
+    truth = pandas.Series([1.0, 0, 0, 0] * 4, [k for k in range(4) for _ in range(4)])
+    size = pandas.Series([1.0] * 4 + [1e-5] * 12, truth.index)
+    frame = {"scaled": truth / 9, "opposite": 1 - truth, "uneven": truth * size, "none": 0 * truth}
+    frame = pandas.DataFrame(frame | {"right": truth == 1})
+    aims = own_case.aim(own_case.advantage_products(frame, [*frame.columns[:4]]))
+    assert aims == pytest.approx([1, -1, 0.5, numpy.nan], abs=1e-4, nan_ok=True)
+
+
 def test_aim_over_all_samples_measures_boxing():
     """The table of own-case.md; 1 for any box; and the differences in docs/measurements.md."""
     samples, page = own_case_samples("squad"), PEOPLE
@@ -129,8 +140,8 @@ def test_aim_over_all_samples_measures_boxing():
     columns = []
     for which, stated in (0, [-0.160, -0.230, -0.094]), ("all", [0.042, -0.006, 0.093]):
         frame = own_case.with_rewards(samples, which)
-        products = judge.advantage_products(frame, NAMES)
-        columns += judge.interval(products, judge.aim, len(products))
+        products = own_case.advantage_products(frame, NAMES)
+        columns += judge.interval(products, own_case.aim)
         box, difference = own_case.any_box(frame)
         assert shown(OWN_CASE_PAGE, "1 for any box")[-2:] == near([box, box])
         assert stated == near(difference, 0.00051)
@@ -142,10 +153,10 @@ def test_aim_over_all_samples_measures_boxing():
         assert shown(table.split("\n## ")[0], label) == near(numpy.array(columns)[:, k])
     aucs = judge.question_aucs(frame[frame.answered], NAMES)
     _, table = page.split("\n| `cer` minus |")
-    aims = judge.advantage_products(frame[frame.answered], NAMES)
+    aims = own_case.advantage_products(frame[frame.answered], NAMES)
     for k, label in (1, "$P$"), (2, "`exact`"), (3, "equal as text"), (4, "`overlap`"):
         aim = judge.interval(
-            aims, lambda drawn, k=k: judge.aim(drawn)[0] - judge.aim(drawn)[k], len(aims)
+            aims, lambda drawn, k=k: own_case.aim(drawn)[0] - own_case.aim(drawn)[k]
         )
         both = [*with_interval(aucs[:, 0] - aucs[:, k]), *aim]
         assert shown(table.split("\n\n")[0], label) == near(both, 0.00051)
@@ -438,3 +449,10 @@ def test_who_asks_about_the_own_case_finds_what_is_shown(monkeypatch):
         kept = asked[asked.answered & (~asked.right | of(asked))]
         found = judge.question_aucs(kept, ["asked"]).mean()
         assert f"{found:.2f}".lstrip("0") == said and said in OWN_CASE_PAGE
+
+
+def test_the_printed_table_of_judge_is_that_of_its_samples(capsys):
+    judge.say_judgement(read_rows(ROOT / "benchmarks/results/judge-example.jsonl"), graded=True)
+    printed = capsys.readouterr().out.split("from, to:")[0].splitlines()
+    for page, lines in ("docs/running.md", printed), ("README.md", printed[2:]):
+        assert "\n".join(f"    {line}" for line in lines) in (ROOT / page).read_text()
