@@ -50,8 +50,8 @@ def say_judgement(lines, graded=False):
     print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
-    print("from, to: 95% over questions; right, wrong: the mean reward of such answers")
-    print("nothing: the mean reward of answers that say nothing")
+    print("from, to: 95% over questions; right, wrong, mean: the mean reward of such, and of all")
+    print("nothing: of answers that say nothing; above the mean, training makes them likelier")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
     return table
@@ -69,6 +69,7 @@ def judge_rewards(samples, names):
         _, table["from"], table["to"] = interval(aucs)
     table["right"] = answered[answered.right][names].mean()
     table["wrong"] = answered[~answered.right][names].mean()
+    table["mean"] = answered[names].mean()
     return len(aucs), table
 
 
