@@ -53,10 +53,9 @@ COLOURS = {  # of each reward, in every figure
 
 def draw_group(group, out):
     """Draw R = (D^-1 W) P for one question (Fig. 2). Rows are the samples' answers and columns
-    their solutions. Both are sorted by reward. A gap separates rows whose posteriors overlap by
-    less than half, so that answers from the same solutions form a block. P is drawn above. Its dot
-    product with a row of D^-1 W is that row's CER. R differs from it for an empty box, and where
-    the reward is another."""
+    their solutions. Both are sorted by reward. P is drawn above. Its dot product with a row of
+    D^-1 W is that row's CER. R differs from it for an empty box, and where the reward is another.
+    """
     require("log_W" in group, "this group has no W and P, because its reward did not ask the actor")
     require(group["columns"], "no sample of this group has an answer, so there is nothing to draw")
     R, answers, distinct = group["R"], group["answers"], group["distinct_answers"]
@@ -72,7 +71,6 @@ def draw_group(group, out):
     posterior = W.div(W.sum(axis=1), axis=0)  # nan where log_W is null: not among the M
     # A sample without an answer has no row in W, and gets nan.
     posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
-    overlap = numpy.nansum(numpy.minimum(posterior[1:], posterior[:-1]), axis=1)
 
     figure, axes = plt.subplot_mosaic(
         [["P", "."], ["W", "R"]],
@@ -84,18 +82,13 @@ def draw_group(group, out):
     draw_matrix(axes["P"], P[None], "Greens", digits=3)
     draw_matrix(axes["W"], posterior, "Blues", digits=2, top=1.0)
     draw_matrix(axes["R"], numpy.array(R)[rows, None], "Oranges", digits=3)
-    for above in numpy.flatnonzero(overlap < 0.5):
-        axes["W"].axhline(above + 0.5, color="white", linewidth=5)
-        axes["R"].axhline(above + 0.5, color="white", linewidth=5)
     names = [name_of(answer, group["references"]) for answer in answers]
     axes["P"].set_yticks([0], ["P = π(a*|s)"])
     axes["W"].set_yticks(range(len(rows)), [names[i] for i in rows])
     axes["W"].set_xticks(range(len(columns)), [names[j] for j in columns], rotation=90, fontsize=11)
     axes["W"].set_xlabel("solutions, named by the answer that each led to")
     axes["W"].set_title("D⁻¹W: the posterior, which solutions lead to the answer")
-    of_answers = numpy.nan_to_num(posterior) @ P  # CER, 0 without an answer
-    is_cer = numpy.allclose(of_answers, numpy.array(R)[rows], rtol=1e-3, atol=1e-3 * max(R))
-    axes["R"].set_title("R = D⁻¹W P" if is_cer else "R")
+    axes["R"].set_title("R")
     question = text_of(group["question"], 90)
     reference = text_of(" or ".join(group["references"]), 60)
     step = f"step {group['step']}: " if "step" in group else ""

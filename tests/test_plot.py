@@ -46,7 +46,6 @@ def test_the_matrices_of_a_question(script, figures):
     assert code == 0 and out.strip() == "a/question--1.svg", err
     ElementTree.parse(out.strip())  # is valid XML
     P, W, R = figures[0].axes
-    assert R.get_title() == "R"  # not D^-1 W P, since a rule gave a part of it
     labels = [label.get_text() for label in W.get_yticklabels()]
     assert labels == ["14 = a*", "14 eggs = a*", "15\ufffd", "(empty)", "(no answer)"]
     assert figures[0].get_suptitle().endswith("a* = 14 or 14 eggs")
@@ -54,7 +53,6 @@ def test_the_matrices_of_a_question(script, figures):
     cells = [text.get_text() for text in W.texts]  # masked ones are blank
     assert cells == [".83", ".17", ".43", ".43", ".04", ".09", "1.00", "1.00"]
     assert [text.get_text() for text in P.texts] == [".607", ".497", ".000", ".000"]
-    assert [line.get_ydata()[0] for line in R.lines] == [1.5, 2.5, 3.5]  # rows 0 and 1 agree
 
 
 def test_learning_curves_join_the_seeds(script, figures):
