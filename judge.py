@@ -50,7 +50,7 @@ def say_judgement(lines, graded=False):
     print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
-    print("from, to: 95% over questions; right, wrong, mean: the mean reward of such, and of all")
+    print("low, high: 95% over questions; right, wrong, mean: the mean reward of such, and of all")
     print("nothing: of answers that say nothing; above the mean, training makes them likelier")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
@@ -62,11 +62,11 @@ def judge_rewards(samples, names):
     question."""
     answered = samples[samples.answered]
     aucs = question_aucs(answered, names)
-    table = pandas.DataFrame(index=names, columns=["AUC", "from", "to"], dtype=float)
+    table = pandas.DataFrame(index=names, columns=["AUC", "low", "high"], dtype=float)
     if len(aucs):
         table["AUC"] = aucs.mean(0)
     if len(aucs) >= FEW:
-        _, table["from"], table["to"] = interval(aucs)
+        _, table["low"], table["high"] = interval(aucs)
     table["right"] = answered[answered.right][names].mean()
     table["wrong"] = answered[~answered.right][names].mean()
     table["mean"] = answered[names].mean()

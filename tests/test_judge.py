@@ -52,7 +52,7 @@ def test_too_few_questions_give_no_interval(capsys):
         printed = capsys.readouterr()
         assert f"{k} questions have both" in printed.out and printed.err == ""
         assert "nan" not in printed.out and (table["AUC"].isna().all()) == (k == 0)
-        assert table["from"].isna().all() == table["to"].isna().all() == (k < 10)
+        assert table["low"].isna().all() == table["high"].isna().all() == (k < 10)
 
 
 def test_each_of_several_references_is_verbatim(capsys):
