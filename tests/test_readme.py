@@ -100,7 +100,7 @@ def test_every_decimal_of_the_readme_is_on_a_page_or_in_a_result():
 
 
 def test_the_group_in_the_readme_is_the_one_that_was_sampled():
-    """R, P and exact match of its first table; and half, a third and .27."""
+    """R, P and exact match of its first table; and of the lesson half, a third and .27."""
     group = json.loads((ROOT / "benchmarks/results/troll/samples.jsonl").read_text())
     P = dict(zip(group["columns"], torch.tensor(group["log_P"]).exp().tolist()))
     line = r"^\| .* \| (.*) \| (?:yes|no) \| (.*) \| (.*) \| (.*) \|$"
