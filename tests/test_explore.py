@@ -172,6 +172,17 @@ def test_why_slips_shrink_cers_push(tmp_path):
         ]
 
 
+def test_with_sgd_it_is_the_runs_without_luck_that_lower_exact_matchs_mean():
+    """With 16 forms. When the run in the middle is right four times in five, and when the mean."""
+    setting = dict(forms=16, slip=0.0, questions=1, seeds=200, optimizer=torch.optim.SGD, lr=8)
+    runs = [train(reward, **setting)[0] for reward in ("CER", "exact match")]
+    middle, mean = (
+        [(of(run) >= 0.8).int().argmax().item() for run in runs]
+        for of in (lambda run: run.median(0).values, lambda run: run.mean(0))
+    )
+    assert middle[1] < 1.25 * middle[0] and mean[1] > 1.3 * mean[0]
+
+
 def test_a_walk_through_the_steps(tmp_path):
     """What each step says of its picture is compared with cer.py."""
     steps = """const seen = {};
@@ -434,12 +445,10 @@ def test_the_group_of_the_troll(tmp_path):
         assert {r.split("advantage")[0] for _, r in seen[answer]} == {f"R {level}"}
         expected = sorted(short(p, 4) if p > 5e-5 else "4e-5" for p in own)
         assert sorted(p for _, p in said) == expected
-    board = {"three": 0.250, "three days": 0.231, "three whole days": 0.221, "3": 0.100}
-    board |= {"a few days": 0.042}
-    assert {answer: round(R[answer], 3) for answer in board} == board  # README's
     right = {name[2:] for name in names if name[0] == "✓"}
     assert right == {"three", "three days", "three whole days", "3"}
-    assert "P is .0001" in told and "it gets .100" in told
+    assert [short(R[answer]) for answer in ("3", "a few days")] == [".100", ".042"]
+    assert "P is .0001" in told and "(.100 and .042)" in told
     row = torch.tensor(ours["log_W"])[ours["distinct_answers"].index("3")].softmax(0).tolist()
     words = sum(
         w for i, w in zip(ours["columns"], row, strict=True) if ours["answers"][i] in right - {"3"}
