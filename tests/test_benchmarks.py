@@ -461,3 +461,17 @@ def test_the_printed_tables_of_judge_are_those_of_its_samples(capsys):
         judge.say_judgement(kept, graded=True)
         printed = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines())
         assert printed in (ROOT / page).read_text()
+
+
+def test_by_cer_answers_that_say_nothing_receive_the_mean():
+    """Their reward minus the mean of the question's answers, and the standard error."""
+    lines = read_rows(ROOT / "benchmarks/results/judge-example.jsonl")
+    page = (ROOT / "docs/theory.md").read_text()
+    for name in "cer", "asked":
+        of_answers = [
+            [R for R, answer in zip(line["rewards"][name], line["answers"]) if answer]
+            for line in lines
+        ]
+        more = [line["nothing"][name] - sum(R) / len(R) for line, R in zip(lines, of_answers) if R]
+        said = f"{numpy.mean(more):.3f} ± {pandas.Series(more).sem():.3f}".replace("0.", ".")
+        assert said in " ".join(page.split()), said
