@@ -207,6 +207,18 @@ def test_verifree_has_the_expected_gradient_of_exact_match_and_cer_another():
     assert gradient(*same_P, rho_of(*same_P)).abs().max() < 1e-15
 
 
+def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
+    """On the eggs, four samples: by how much the rewards lean after A, and for (A, "18")."""
+    prior = table(0.5, 0.3, 0.2)
+    likelihood = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
+    alone, baseline = given_the_solution(prior, likelihood, 4)
+    lean = alone - rho_of(prior, likelihood)
+    of_A, others = (lean[0] * likelihood[0]).sum(), baseline[0, 0] - (prior @ likelihood)[0]
+    assert [x.item() for x in (of_A, others, lean[0, 2])] == approx(
+        [0.020, 0.021, 0.106], abs=0.0006
+    )
+
+
 def cosines(prior, likelihood, N):
     """Of RLOO's expected gradient, and that of R without a baseline, with the gradient of rho."""
     alone, baseline = given_the_solution(prior, likelihood, N)
