@@ -50,7 +50,7 @@ def say_judgement(lines, graded=False):
     print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
-    print("low, high: 95% over questions; right, wrong, mean: the mean reward of such, and of all")
+    print("low, high: 95% over questions; right, wrong, mean: rewards of such and of all answers")
     print("nothing: of answers that say nothing; above the mean, training makes them likelier")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
