@@ -73,11 +73,11 @@ def judge_rewards(samples, names):
     return len(aucs), table
 
 
-def interval(of_questions, statistic=lambda drawn: drawn.mean(0), draws=2000):
+def interval(of_questions, statistic=lambda drawn: drawn.mean(0)):
     """A statistic of what each question has, and the ends of its 95% interval, by drawing questions
     again -> three arrays. of_questions: [questions, ...]. statistic: of such an array."""
     count = len(of_questions)
-    chosen = numpy.random.default_rng(0).integers(count, size=(draws, count))
+    chosen = numpy.random.default_rng(0).integers(count, size=(2000, count))
     drawn = numpy.array([statistic(of_questions[questions]) for questions in chosen])
     return statistic(of_questions), *numpy.nanquantile(drawn, [0.025, 0.975], axis=0)
 

@@ -91,11 +91,6 @@ def near(found, within=0.0051):
     return pytest.approx([float(x) for x in found], abs=within)
 
 
-def with_interval(difference):
-    """of each question -> its mean, low, high"""
-    return [*judge.interval(difference)]
-
-
 LABELS = {"cer": "`cer`", "verifree": "$P$ (`verifree`)", "exact": "`exact`"}
 LABELS |= {"text": "equal as text", "overlap": "`overlap`", "overlap+cer": "`overlap+cer`"}
 NAMES = list(own_case.NAMES)
@@ -131,6 +126,17 @@ def test_aim_is_the_cosine_of_all_advantages():
     frame = pandas.DataFrame(frame | {"right": truth == 1})
     aims = own_case.aim(own_case.advantage_products(frame, [*frame.columns[:4]]))
     assert aims == pytest.approx([1, -1, 0.5, numpy.nan], abs=1e-4, nan_ok=True)
+    # By its definition, on the people's questions; a question with one answer has no others.
+    frame = own_case.with_rewards(own_case_samples("squad"), "all")
+    for kept in frame, frame[frame.answered]:
+        A, T = [], []
+        for _, group in kept.groupby(level=0):
+            for advantages, of in (A, group.cer), (T, group.right):
+                of = of.astype(float).tolist() if len(group) > 1 else []
+                advantages += [x - (sum(of) - x) / (len(of) - 1) for x in of]
+        [found] = own_case.aim(own_case.advantage_products(kept, ["cer"]))
+        norms = sum(x * x for x in A) * sum(x * x for x in T)
+        assert found == pytest.approx(sum(x * y for x, y in zip(A, T)) / norms**0.5)
 
 
 def test_aim_over_all_samples_measures_boxing():
@@ -159,9 +165,9 @@ def test_aim_over_all_samples_measures_boxing():
         aim = judge.interval(
             aims, lambda drawn, k=k: own_case.aim(drawn)[0] - own_case.aim(drawn)[k]
         )
-        both = [*with_interval(aucs[:, 0] - aucs[:, k]), *aim]
+        both = [*judge.interval(aucs[:, 0] - aucs[:, k]), *aim]
         assert shown(table.split("\n\n")[0], label) == near(both, 0.00051)
-    both = with_interval(aucs[:, 5] - aucs[:, 4])
+    both = judge.interval(aucs[:, 5] - aucs[:, 4])
     assert [0.013, -0.005, 0.031] == near(both, 0.00051) and ".013 (-.005 to .031)" in page
 
 
@@ -182,7 +188,7 @@ def test_cer_is_ahead_of_P_on_answers_that_equal_a_reference():
         means = [aucs[:, NAMES.index(x)].mean() for x in ("exact", "verifree", "cer", "overlap")]
         numbers = shown(table, label)
         assert numbers[0] == len(aucs) and numbers[1:5] == near(means)
-        assert numbers[5:] == near(with_interval(aucs[:, 0] - aucs[:, 1]), 0.00051)
+        assert numbers[5:] == near(judge.interval(aucs[:, 0] - aucs[:, 1]), 0.00051)
     page = OWN_CASE_PAGE.split("## And where a right answer")[1].split("\n## ")[0]
     spread = found["no word in common"].std(0, ddof=1)
     assert [0.43, 0.38] == near(spread[:2]) and ".43, and that of $P$ with .38" in page

@@ -80,8 +80,10 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
         samples = [sample for of_question in lists for sample in zip(*of_question)]
         right = [R for _, accepted, R in samples if accepted]
         wrong = [R for answer, accepted, R in samples if answer and not accepted]
+        both = right + wrong
         assert line["right"] == pytest.approx(sum(right) / len(right))
         assert line["wrong"] == pytest.approx(sum(wrong) / len(wrong))
+        assert line["mean"] == pytest.approx(sum(both) / len(both))
     assert all(row["R"] == row["rewards"]["cer"] for row in rows)
 
 

@@ -46,6 +46,7 @@ def test_the_matrices_of_a_question(script, figures):
     assert code == 0 and out.strip() == "a/question--1.svg", err
     ElementTree.parse(out.strip())  # is valid XML
     P, W, R = figures[0].axes
+    assert R.get_title() == "R"
     labels = [label.get_text() for label in W.get_yticklabels()]
     assert labels == ["14 = a*", "14 eggs = a*", "15\ufffd", "(empty)", "(no answer)"]
     assert figures[0].get_suptitle().endswith("a* = 14 or 14 eggs")

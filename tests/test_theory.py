@@ -213,7 +213,8 @@ def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
     likelihood = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
     alone, baseline = given_the_solution(prior, likelihood, 4)
     lean = alone - rho_of(prior, likelihood)
-    of_A, others = (lean[0] * likelihood[0]).sum(), baseline[0, 0] - (prior @ likelihood)[0]
+    of_A = (lean[0] * likelihood[0]).sum()
+    others = baseline[0, 0] - (prior @ likelihood)[0]
     assert [x.item() for x in (of_A, others, lean[0, 2])] == approx(
         [0.020, 0.021, 0.106], abs=0.0006
     )
