@@ -1,4 +1,4 @@
-"""The picture of docs/lesson.md and README: one amount of orange, moved twice.
+"""The picture of docs/lesson.md: one amount of orange, moved twice.
 
     python benchmarks/orange.py docs/orange.svg
 

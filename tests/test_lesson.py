@@ -72,6 +72,10 @@ def test_the_code_prints_what_is_shown(toy_model_dir, tmp_path, monkeypatch):
     known += [0.39, 0.78, 0.79, 0.85, 0.88, 0.8, 0.02, 0.54, 0.25, 0.23, 0.098, 0.102, 0.1, 0.15]
     known += [0.788, 0.893, 0.937, 0.955, 0.199, 0.094, 0.05, 0.032, 0.977, 0.951, 0.98, 0.95, 0.2]
     known += [0.56, 0.68, 0.021, 0.106]
+    verbatim = names["rewards_of"]([0, 0, 0, 2], [0, 1, 1, 1])  # of exercise 2
+    assert verbatim[0] < verbatim.mean()
+    two = names["rewards_of"]([0, 1], [2, 2])  # M = 2, "18" after A and after B
+    known += [*verbatim.tolist(), verbatim.mean().item(), *two.tolist(), (0.50 + 0.05) / 2]
     group, row, P = (names[name] for name in ("group", "row", "P"))  # of "3" in section 9
     in_words = [(x, P[i]) for i, x in zip(P, row) if "three" in group["answers"][i]]
     share = sum(x for x, _ in in_words)

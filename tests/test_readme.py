@@ -89,26 +89,64 @@ def test_the_verifier_and_the_reward_of_the_pages_do_what_is_said(tokenizer, mon
     assert names["per_word"](judged).tolist() == pytest.approx([expected[0], 0, expected[1]])
 
 
-def test_every_decimal_of_the_readme_is_on_a_page_or_in_a_result():
+@pytest.fixture
+def three_samples():
+    """README's table by hand, from the samples -> log_W [3, 3], log_P [3] and the answers."""
+    group = json.loads((ROOT / "benchmarks/results/troll/samples.jsonl").read_text())
+    columns = [group["columns"].index(i) for i in (7, 15, 1)]
+    answers = [group["answers"][group["columns"][c]] for c in columns]
+    rows = [group["distinct_answers"].index(answer) for answer in answers]
+    log_W, log_P = torch.tensor(group["log_W"]), torch.tensor(group["log_P"])
+    return log_W[rows][:, columns], log_P[columns], answers
+
+
+def test_the_reward_by_hand_in_the_readme(three_samples):
+    log_W, log_P, answers = three_samples
+    W, share, P = log_W[0].exp(), log_W[0].softmax(0), log_P.exp()
+    rows = re.findall(
+        r"^\| .* \| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", PAGES[0].read_text(), re.M
+    )
+    rows = [row for row in rows if row[0].replace(" (wrong)", "") in answers]
+    assert [row[0] for row in rows] == [*answers[:2], answers[2] + " (wrong)"]
+    shown = torch.tensor([[float(x) for x in row[1:]] for row in rows])
+    expected = torch.stack([W, share, P, share * P], 1)
+    torch.testing.assert_close(shown, expected, atol=0.00051, rtol=0)
+    R = [f"{x:.3f}"[1:] for x in cer(log_W, log_P)]
+    page = " ".join(PAGES[0].read_text().split())
+    assert f"| **CER** | **{R[0]}** |" in page
+    mean = f"{cer(log_W, log_P).mean():.3f}"[1:]
+    assert f'"three" gets {R[1]}' in page and f"leads to, {R[2]}" in page
+    assert f"above their mean, {mean}:" in page
+
+
+def test_the_slip_in_the_readme():
+    """Its five samples are those of the lesson's section 6."""
+    P, W = torch.tensor([0.50, 0.05, 0.03]), torch.tensor([0.05, 0.81, 0.06])
+    samples = torch.tensor([3, 1, 1])
+    rows = re.findall(
+        r"^\| 3 ?[·+].* \| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", PAGES[0].read_text(), re.M
+    )
+    shown = [[float(x.strip("*")) for x in row] for row in rows]
+    share = samples * W / (samples * W).sum()
+    alone = samples * W * torch.tensor([1, 0, 1])
+    alone /= alone.sum()
+    expected = torch.stack([samples, P, W, share, alone], 1)
+    torch.testing.assert_close(torch.tensor(shown), expected, atol=0.00051, rtol=0)
+    last = f"| **{share @ P:.3f}** | **{alone @ P:.3f}** |".replace("0.", ".")
+    assert last in PAGES[0].read_text()
+
+
+def test_every_decimal_of_the_readme_is_on_a_page_or_in_a_result(three_samples):
+    log_W, log_P, _ = three_samples
     known = "".join(path.read_text() for path in PAGES[1:])
     known += "".join(path.read_text() for path in (ROOT / "benchmarks/results").glob("*.md"))
     known = [float(x) for x in re.findall(r"\d*\.\d+", known)]
+    share = log_W[0].softmax(0)
+    R = cer(log_W, log_P)
+    by_hand = log_W[0].exp(), share, log_P.exp(), share * log_P.exp(), R, R.mean()[None]
+    known += torch.cat(by_hand).tolist()
+    known += [0.147, 0.794, 0.059, 0.714, 0.286]  # the slip's
     readme = re.sub(r"```.*?```|^    .*?$", "", PAGES[0].read_text(), flags=re.S | re.M)
     for number in re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", readme):
         digits = len(number.split(".")[1])
         assert any(f"{x:.{digits}f}".lstrip("0") == number.lstrip("0") for x in known), number
-
-
-def test_the_group_in_the_readme_is_the_one_that_was_sampled():
-    """R, P and exact match of the troll's table."""
-    group = json.loads((ROOT / "benchmarks/results/troll/samples.jsonl").read_text())
-    P = dict(zip(group["columns"], torch.tensor(group["log_P"]).exp().tolist()))
-    line = r"^\| .* \| (.*) \| (?:yes|no) \| (.*) \| (.*) \| (.*) \|$"
-    rows = re.findall(line, PAGES[0].read_text(), re.M)
-    assert len(rows) == 4
-    for answer, exact, own, R in rows:
-        samples = [i for i, each in enumerate(group["answers"]) if each == answer]
-        shown = [float(x.strip("*")) for x in (exact, own, R)]
-        assert shown[0] == (answer in group["references"])
-        assert any(shown[1] == pytest.approx(P[i], abs=6e-4) for i in samples)
-        assert shown[2] == pytest.approx(group["R"][samples[0]], abs=6e-4)
