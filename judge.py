@@ -45,13 +45,16 @@ def say_judgement(lines, graded=False):
     samples = sample_table([line | line["rewards"] for line in lines], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
-    table["nothing"] = pandas.DataFrame([line.get("nothing", {}) for line in lines]).mean()
+    mean = samples[samples.answered].groupby(level=0)[names].mean()  # of each question
+    table["nothing"] = (pandas.DataFrame([line.get("nothing", {}) for line in lines]) - mean).mean()
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
     print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
-    print("low, high: 95% over questions; right, wrong, mean: rewards of such and of all answers")
-    print("nothing: of answers that say nothing; above the mean, training makes them likelier")
+    print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
+    print(
+        "nothing: of answers that say nothing, less the mean; above 0, training makes them likelier"
+    )
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
     return table
@@ -69,7 +72,6 @@ def judge_rewards(samples, names):
         _, table["low"], table["high"] = interval(aucs)
     table["right"] = answered[answered.right][names].mean()
     table["wrong"] = answered[~answered.right][names].mean()
-    table["mean"] = answered[names].mean()
     return len(aucs), table
 
 

@@ -80,10 +80,8 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
         samples = [sample for of_question in lists for sample in zip(*of_question)]
         right = [R for _, accepted, R in samples if accepted]
         wrong = [R for answer, accepted, R in samples if answer and not accepted]
-        both = right + wrong
         assert line["right"] == pytest.approx(sum(right) / len(right))
         assert line["wrong"] == pytest.approx(sum(wrong) / len(wrong))
-        assert line["mean"] == pytest.approx(sum(both) / len(both))
     assert all(row["R"] == row["rewards"]["cer"] for row in rows)
 
 
@@ -139,9 +137,12 @@ def test_it_says_who_can_be_asked_and_what_nothing_receives(script, toy_model_di
     assert code == 0 and "\nasked" in out, err
     rows, table = read_rows("b/samples.jsonl"), json.loads(Path("b/judge.json").read_text())
     for name in "cer", "exact", "asked":
-        mean = sum(row["nothing"][name] for row in rows) / len(rows)
-        assert table[name]["nothing"] == pytest.approx(mean)
-        assert (mean > 0) == (name != "exact")
+        more = []
+        for row in rows:
+            own = [R for R, answer in zip(row["rewards"][name], row["answers"]) if answer]
+            more += [row["nothing"][name] - sum(own) / len(own)] if own else []
+            assert (row["nothing"][name] > 0) == (name != "exact") or not own
+        assert table[name]["nothing"] == pytest.approx(sum(more) / len(more))
     assert table["verifree"]["nothing"] is None
 
 
