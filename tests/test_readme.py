@@ -4,9 +4,11 @@ blocks."""
 import json
 import math
 import re
+import runpy
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 from conftest import group_of, tiny_model
@@ -87,6 +89,22 @@ def test_the_verifier_and_the_reward_of_the_pages_do_what_is_said(tokenizer, mon
     both = judged.scores.log_references.tolist()  # [2 references, 2 columns]
     expected = [math.exp(max(both[0][c], both[1][c] / 2)) for c in (0, 1)]
     assert names["per_word"](judged).tolist() == pytest.approx([expected[0], 0, expected[1]])
+
+
+def test_the_picture_of_the_readme(tmp_path, monkeypatch):
+    """Its words are those that the script draws, and its means those of the runs."""
+    monkeypatch.setattr(sys, "argv", ["toy_figure.py", str(tmp_path / "toy.svg")])
+    with matplotlib.rc_context():
+        drawn = runpy.run_path(str(ROOT / "benchmarks" / "toy_figure.py"))
+    files = tmp_path / "toy.svg", ROOT / "docs" / "toy.svg"
+    shown, kept = (re.findall("<!-- .* -->", path.read_text()) for path in files)
+    assert shown == kept
+    means = drawn["lines"].groupby("name")[drawn["MEASURED"]].mean()
+    told = [
+        f"{said} " + "{:.2f}, {:.2f} and {:.2f}".format(*means.loc[name]).replace("0.", ".")
+        for name, said in (("cer", "CER"), ("rule", "the rule"), ("exact", "exact match"))
+    ]
+    assert ", ".join(told) in " ".join(PAGES[0].read_text().split())
 
 
 @pytest.fixture

@@ -1,0 +1,28 @@
+"""The picture of README: the toy with three rewards. A thin line is a seed.
+
+python benchmarks/toy_figure.py docs/toy.svg
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas
+
+sys.path.append(sys.path[0] + "/..")  # where plot.py is
+from plot import COLOURS
+
+plt.rcParams |= {"svg.hashsalt": "toy", "axes.spines.top": False, "axes.spines.right": False}
+STEPS, MEASURED = [0, 100, 200], ["pass@1 start", "pass@1 middle", "pass@1 end"]
+
+lines = pandas.read_csv(Path(__file__).parent / "results/toy-seeds-0-19.csv")
+figure, axis = plt.subplots(figsize=(7, 3))
+for name, label in {"cer": "CER", "rule": "a rule (mean)", "exact": "exact match"}.items():
+    runs = lines[lines.name == name][MEASURED]  # [20 seeds, 3]
+    if name != "rule":
+        axis.plot(STEPS, runs.T, color=COLOURS[name], alpha=0.25, linewidth=1)
+    style = "--" if name == "rule" else "-"
+    axis.plot(STEPS, runs.mean(), style, label=label, color=COLOURS[name], linewidth=2.5)
+axis.set(xlabel="step", ylabel="right answers", ylim=(0, 1), xticks=STEPS)
+axis.legend(loc="lower right", frameon=False)
+figure.savefig(sys.argv[1], bbox_inches="tight", metadata={"Date": None})
