@@ -17,7 +17,11 @@ STEPS, MEASURED = [0, 100, 200], ["pass@1 start", "pass@1 middle", "pass@1 end"]
 
 lines = pandas.read_csv(Path(__file__).parent / "results/toy-seeds-0-19.csv")
 figure, axis = plt.subplots(figsize=(7, 3))
-for name, label in {"cer": "CER", "rule": "a rule (mean)", "exact": "exact match"}.items():
+for name, label in {
+    "cer": "CER",
+    "rule": "a program that reads digits (mean)",
+    "exact": "exact match",
+}.items():
     runs = lines[lines.name == name][MEASURED]  # [20 seeds, 3]
     if name != "rule":
         axis.plot(STEPS, runs.T, color=COLOURS[name], alpha=0.25, linewidth=1)

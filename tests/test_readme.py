@@ -102,7 +102,7 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
     means = drawn["lines"].groupby("name")[drawn["MEASURED"]].mean()
     told = [
         f"{said} " + "{:.2f}, {:.2f} and {:.2f}".format(*means.loc[name]).replace("0.", ".")
-        for name, said in (("cer", "CER"), ("rule", "the rule"), ("exact", "exact match"))
+        for name, said in (("cer", "CER"), ("rule", "a program"), ("exact", "exact match"))
     ]
     assert ", ".join(told) in " ".join(PAGES[0].read_text().split())
 

@@ -208,16 +208,16 @@ def test_verifree_has_the_expected_gradient_of_exact_match_and_cer_another():
 
 
 def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
-    """On the eggs, four samples: by how much the rewards lean after A, and for (A, "18")."""
+    """On the eggs, four samples: by how much the reward and the others' lean, and for (A, "18")."""
     prior = table(0.5, 0.3, 0.2)
     likelihood = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
     alone, baseline = given_the_solution(prior, likelihood, 4)
     lean = alone - rho_of(prior, likelihood)
-    of_A = (lean[0] * likelihood[0]).sum()
-    others = baseline[0, 0] - (prior @ likelihood)[0]
-    assert [x.item() for x in (of_A, others, lean[0, 2])] == approx(
-        [0.020, 0.021, 0.106], abs=0.0006
-    )
+    own = (lean * likelihood).sum(1)
+    others = baseline[:, 0] - (prior @ likelihood)[0]
+    assert own.tolist() == approx([0.020, -0.018, -0.023], abs=0.0006)
+    assert others.tolist() == approx([0.021, -0.024, -0.016], abs=0.0006)
+    assert lean[0, 2].item() == approx(0.106, abs=0.0006)
 
 
 def cosines(prior, likelihood, N):
