@@ -1,7 +1,6 @@
 """What the README and docs/ say of files, flags, lines and imports is so. .ci/run runs the ```sh
 blocks."""
 
-import json
 import math
 import re
 import runpy
@@ -107,61 +106,42 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
     assert ", ".join(told) in " ".join(PAGES[0].read_text().split())
 
 
-@pytest.fixture
-def three_samples():
-    """README's table by hand, from the samples -> log_W [3, 3], log_P [3] and the answers."""
-    group = json.loads((ROOT / "benchmarks/results/troll/samples.jsonl").read_text())
-    columns = [group["columns"].index(i) for i in (7, 15, 1)]
-    answers = [group["answers"][group["columns"][c]] for c in columns]
-    rows = [group["distinct_answers"].index(answer) for answer in answers]
-    log_W, log_P = torch.tensor(group["log_W"]), torch.tensor(group["log_P"])
-    return log_W[rows][:, columns], log_P[columns], answers
-
-
-def test_the_reward_by_hand_in_the_readme(three_samples):
-    log_W, log_P, answers = three_samples
-    W, share, P = log_W[0].exp(), log_W[0].softmax(0), log_P.exp()
-    R = cer(log_W, log_P)
-    page = PAGES[0].read_text()
-    rows = re.findall(r"^\| .+ \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", page, re.M)
-    rows = [row for row in rows if row[0].replace(" (wrong)", "") in answers]
-    assert [row[0] for row in rows] == [*answers[:2], answers[2] + " (wrong)"]
-    shown = torch.tensor([[float(x) for x in row[1:]] for row in rows])
-    expected = torch.stack([W, share, P, share * P], 1)
-    torch.testing.assert_close(shown, expected, atol=0.00051, rtol=0)
-    assert f"| {W.sum():.3f} | 1 | | **{R[0]:.3f}** |".replace("0.", ".") in page
-    said = f'"three" gets {R[1]:.3f} and "a few days" {R[2]:.3f}. The mean is {R.mean():.3f}, so'
-    assert said.replace("0.", ".") in " ".join(page.split())
-
-
-def test_the_slip_in_the_readme():
-    """Its five samples are those of the lesson's section 6."""
-    P, W = torch.tensor([0.50, 0.05, 0.03]), torch.tensor([0.05, 0.81, 0.06])
-    samples = torch.tensor([3, 1, 1])
-    rows = re.findall(
-        r"^\| 3 ?[·+].* \| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", PAGES[0].read_text(), re.M
+def by_hand():
+    """README's five samples, of which three reason like the first row, as the lesson's section 6
+    -> rows of the table [3, 6], with the rewards of "14", "14 eggs" and "18", and their mean."""
+    likelihood = torch.tensor(
+        [[0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90]]
     )
-    shown = [[float(x.strip("*")) for x in row] for row in rows]
-    share = samples * W / (samples * W).sum()
-    alone = samples * W * torch.tensor([1, 0, 1])
-    alone /= alone.sum()
-    expected = torch.stack([samples, P, W, share, alone], 1)
-    torch.testing.assert_close(torch.tensor(shown), expected, atol=0.00051, rtol=0)
-    last = f"| **{share @ P:.3f}** | **{alone @ P:.3f}** |".replace("0.", ".")
-    assert last in PAGES[0].read_text()
+    solutions, answers = [0, 0, 0, 1, 2], [0, 1, 2, 2, 3]
+    W, P = likelihood[solutions][:, answers].T, likelihood[solutions, 0]
+    share = (W / W.sum(1, keepdim=True))[1:3]  # of "14 eggs" and "18"
+    share = torch.cat([share[:, :3].sum(1, keepdim=True), share[:, 3:]], 1)  # by reasoning
+    P, eggs, slip = likelihood[:, :3].T
+    columns = torch.stack([P, eggs, share[0], slip, share[1]], 1)
+    R = cer(W.log(), likelihood[solutions, 0].log())
+    without = torch.tensor([0, 1, 2, 4])
+    return columns, R, cer(W[without][:, without].log(), likelihood[solutions, 0][without].log())
 
 
-def test_every_decimal_of_the_readme_is_on_a_page_or_in_a_result(three_samples):
-    log_W, log_P, _ = three_samples
+def test_the_reward_by_hand_in_the_readme():
+    columns, R, without = by_hand()
+    page = " ".join(PAGES[0].read_text().split())
+    rows = re.findall(r"^\| 3 ?[·+].*? \| .+? \| (.*) \|$", PAGES[0].read_text(), re.M)
+    shown = torch.tensor([[float(x) for x in row.split("|")] for row in rows])
+    torch.testing.assert_close(shown, columns, atol=0.00051, rtol=0)
+    rewards = f"| **{R[0]:.3f}** | | **{R[1]:.3f}** | | **{R[2]:.3f}** |"
+    assert rewards.replace("0.", ".") in page
+    assert f"above the mean, {R.mean():.3f}".replace("0.", ".") in page
+    assert f"the slip gets [{without[2]:.3f}]".replace("0.", ".") in page
+    assert without[2] > (without.sum() - without[2]) / 3
+
+
+def test_every_decimal_of_the_readme_is_on_a_page_or_in_a_result():
     known = "".join(path.read_text() for path in PAGES[1:])
     known += "".join(path.read_text() for path in (ROOT / "benchmarks/results").glob("*.md"))
     known = [float(x) for x in re.findall(r"\d*\.\d+", known)]
-    share = log_W[0].softmax(0)
-    R = cer(log_W, log_P)
-    W = log_W[0].exp()
-    by_hand = W, share, log_P.exp(), share * log_P.exp(), R, torch.stack([R.mean(), W.sum()])
-    known += torch.cat(by_hand).tolist()
-    known += [0.147, 0.794, 0.059, 0.714, 0.286]  # the slip's
+    columns, R, _ = by_hand()
+    known += [*columns.flatten().tolist(), R.mean().item()]
     readme = re.sub(r"```.*?```|^    .*?$", "", PAGES[0].read_text(), flags=re.S | re.M)
     for number in re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", readme):
         digits = len(number.split(".")[1])
