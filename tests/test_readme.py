@@ -107,20 +107,17 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
 
 
 def by_hand():
-    """README's five samples, of which three reason like the first row, as the lesson's section 6
-    -> rows of the table [3, 6], with the rewards of "14", "14 eggs" and "18", and their mean."""
-    likelihood = torch.tensor(
-        [[0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90]]
-    )
-    solutions, answers = [0, 0, 0, 1, 2], [0, 1, 2, 2, 3]
+    """README's five samples, of which three reason like the first row, as in the lesson's section 6
+    -> the table's numbers [3, 6], R of each sample, and R without the fourth."""
+    likelihood = [[0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90]]
+    likelihood = torch.tensor(likelihood)
+    solutions, answers = torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 2, 3]])
     W, P = likelihood[solutions][:, answers].T, likelihood[solutions, 0]
-    share = (W / W.sum(1, keepdim=True))[1:3]  # of "14 eggs" and "18"
-    share = torch.cat([share[:, :3].sum(1, keepdim=True), share[:, 3:]], 1)  # by reasoning
-    P, eggs, slip = likelihood[:, :3].T
-    columns = torch.stack([P, eggs, share[0], slip, share[1]], 1)
-    R = cer(W.log(), likelihood[solutions, 0].log())
-    without = torch.tensor([0, 1, 2, 4])
-    return columns, R, cer(W[without][:, without].log(), likelihood[solutions, 0][without].log())
+    share = (W / W.sum(1, keepdim=True))[:3]  # of "14", "14 eggs" and "18"
+    share = torch.stack([share[:, :3].sum(1), share[:, 3], share[:, 4]])  # by reasoning
+    some = torch.tensor([0, 1, 2, 4])
+    without = cer(W[some][:, some].log(), P[some].log())
+    return torch.stack([likelihood[:, :3], share], 2).flatten(1), cer(W.log(), P.log()), without
 
 
 def test_the_reward_by_hand_in_the_readme():
@@ -129,7 +126,7 @@ def test_the_reward_by_hand_in_the_readme():
     rows = re.findall(r"^\| 3 ?[·+].*? \| .+? \| (.*) \|$", PAGES[0].read_text(), re.M)
     shown = torch.tensor([[float(x) for x in row.split("|")] for row in rows])
     torch.testing.assert_close(shown, columns, atol=0.00051, rtol=0)
-    rewards = f"| **{R[0]:.3f}** | | **{R[1]:.3f}** | | **{R[2]:.3f}** |"
+    rewards = f"| | **{R[0]:.3f}** | | **{R[1]:.3f}** | | **{R[2]:.3f}** |"
     assert rewards.replace("0.", ".") in page
     said = f'above the mean, {R.mean():.3f}, become likelier ("9": {R[4]:.3f})'
     assert said.replace("0.", ".") in page
