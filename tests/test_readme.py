@@ -101,7 +101,7 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
     means = drawn["lines"].groupby("name")[drawn["MEASURED"]].mean()
     told = [
         f"{said} " + "{:.2f}, {:.2f} and {:.2f}".format(*means.loc[name]).replace("0.", ".")
-        for name, said in (("cer", "CER"), ("rule", "a program"), ("exact", "exact match"))
+        for name, said in drawn["labels"].items()
     ]
     assert ", ".join(told) in " ".join(PAGES[0].read_text().split())
 
@@ -128,7 +128,7 @@ def test_the_reward_by_hand_in_the_readme():
     torch.testing.assert_close(shown, columns, atol=0.00051, rtol=0)
     rewards = f"| | **{R[0]:.3f}** | | **{R[1]:.3f}** | | **{R[2]:.3f}** |"
     assert rewards.replace("0.", ".") in page
-    said = f'above the mean, {R.mean():.3f}, become likelier ("9": {R[4]:.3f})'
+    said = f'above the mean, {R.mean():.3f}, become likelier ("9" gets {R[4]:.3f})'
     assert said.replace("0.", ".") in page
     assert f"the slip gets [{without[2]:.3f}]".replace("0.", ".") in page
     assert without[2] > (without.sum() - without[2]) / 3
