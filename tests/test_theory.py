@@ -220,6 +220,21 @@ def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
     assert lean[0, 2].item() == approx(0.106, abs=0.0006)
 
 
+def test_between_1_and_N_columns_the_mean_is_a_little_off():
+    """The lesson's groups of four with M = 2: those that gave the answer first, then others."""
+    torch.manual_seed(0)
+    prior = table(0.5, 0.3, 0.2)
+    likelihood = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
+    s = torch.multinomial(prior, 400_000, replacement=True)
+    a = torch.multinomial(likelihood[s], 1).view(-1, 4)
+    s = s.view(-1, 4)
+    W = likelihood[s[:, None], a[..., None]]
+    first = (a[:, :, None] == a[:, None]) + torch.rand(len(s), 1, 4)
+    chosen = torch.zeros_like(W).scatter(2, first.topk(2).indices, 1)
+    R = cer((W * chosen).log(), likelihood[s, 0].log())
+    assert [R[a == u].mean().item() for u in (0, 2)] == approx([0.478, 0.075], abs=0.001)
+
+
 def cosines(prior, likelihood, N):
     """Of RLOO's expected gradient, and that of R without a baseline, with the gradient of rho."""
     alone, baseline = given_the_solution(prior, likelihood, N)
