@@ -25,6 +25,6 @@ for name, label in labels.items():
         axis.plot(STEPS, runs.T, color=COLOURS[name], alpha=0.25, linewidth=1)
     style = "-" if seeds else "--"
     axis.plot(STEPS, runs.mean(), style, label=label, color=COLOURS[name], linewidth=2.5)
-axis.set(xlabel="step", ylabel="right answers", ylim=(0, 1), xticks=STEPS)
+axis.set(xlabel="step", ylabel="right answers\n(thin: one seed)", ylim=(0, 1), xticks=STEPS)
 axis.legend(loc="lower right", frameon=False)
 figure.savefig(sys.argv[1], bbox_inches="tight", metadata={"Date": None})
