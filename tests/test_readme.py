@@ -108,29 +108,34 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
 
 def by_hand():
     """README's five samples, of which three reason like the first row, as in the lesson's section 6
-    -> the table's numbers [3, 6], R of each sample, and R without the fourth."""
+    -> the table's numbers [3, 5], R of each sample, and R without the fourth."""
     likelihood = [[0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90]]
     likelihood = torch.tensor(likelihood)
     solutions, answers = torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 2, 3]])
     W, P = likelihood[solutions][:, answers].T, likelihood[solutions, 0]
-    share = (W / W.sum(1, keepdim=True))[:3]  # of "14", "14 eggs" and "18"
-    share = torch.stack([share[:, :3].sum(1), share[:, 3], share[:, 4]])  # by reasoning
+    rows = torch.stack([W[1:3, :3].sum(1), W[1:3, 3], W[1:3, 4]], 1)  # of "14 eggs" and "18"
+    both = torch.stack([rows, rows / rows.sum(1, keepdim=True)], 1)  # and their shares
     some = torch.tensor([0, 1, 2, 4])
     without = cer(W[some][:, some].log(), P[some].log())
-    return torch.stack([likelihood[:, :3], share], 2).flatten(1), cer(W.log(), P.log()), without
+    numbers = torch.cat([likelihood[:, :1], both.flatten(0, 1).T], 1)
+    return numbers, cer(W.log(), P.log()), without
 
 
 def test_the_reward_by_hand_in_the_readme():
-    columns, R, without = by_hand()
+    numbers, R, without = by_hand()
     page = " ".join(PAGES[0].read_text().split())
     rows = re.findall(r"^\| 3 ?[·+].*? \| .+? \| (.*) \|$", PAGES[0].read_text(), re.M)
-    shown = torch.tensor([[float(x) for x in row.split("|")] for row in rows])
-    torch.testing.assert_close(shown, columns, atol=0.00051, rtol=0)
-    rewards = f"| | **{R[0]:.3f}** | | **{R[1]:.3f}** | | **{R[2]:.3f}** |"
-    assert rewards.replace("0.", ".") in page
-    said = f'above the mean, {R.mean():.3f}, become likelier ("9" gets {R[4]:.3f})'
-    assert said.replace("0.", ".") in page
-    assert f"the slip gets [{without[2]:.3f}]".replace("0.", ".") in page
+    cells = [[math.prod(map(float, cell.split("·"))) for cell in row.split("|")] for row in rows]
+    torch.testing.assert_close(torch.tensor(cells), numbers, atol=0.00051, rtol=0)
+    sums = f"| {numbers[:, 1].sum():.2f} | 1 | {numbers[:, 3].sum():.2f} | 1 |"
+    assert sums in page
+    for said in (
+        f"| **{R[1]:.3f}** | | **{R[2]:.3f}** |",
+        f'as much as "14" ({R[0]:.3f})',
+        f"mean of the five, {R.mean():.3f}",
+        f"the slip gets [{without[2]:.3f}]",
+    ):
+        assert said.replace("0.", ".") in page, said
     assert without[2] > (without.sum() - without[2]) / 3
 
 
@@ -138,8 +143,8 @@ def test_every_decimal_of_the_readme_is_on_a_page_or_in_a_result():
     known = "".join(path.read_text() for path in PAGES[1:])
     known += "".join(path.read_text() for path in (ROOT / "benchmarks/results").glob("*.md"))
     known = [float(x) for x in re.findall(r"\d*\.\d+", known)]
-    columns, R, _ = by_hand()
-    known += [*columns.flatten().tolist(), *R.tolist(), R.mean().item()]
+    numbers, R, _ = by_hand()
+    known += [*numbers.flatten().tolist(), *R.tolist(), R.mean().item(), *numbers.sum(0).tolist()]
     readme = re.sub(r"```.*?```|^    .*?$", "", PAGES[0].read_text(), flags=re.S | re.M)
     for number in re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", readme):
         digits = len(number.split(".")[1])
