@@ -220,6 +220,24 @@ def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
     assert lean[0, 2].item() == approx(0.106, abs=0.0006)
 
 
+def test_an_answer_that_says_nothing_can_grow_while_nearly_all_work_is_wrong():
+    """Exact steps on the eggs, with rho held fixed. In the end it dies out."""
+    likelihood = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
+    empty = torch.cat([0.98 * likelihood, torch.full((3, 1), 0.02)], 1)
+    logits = table(0.05, 0.9, 0.05).log(), empty.log()
+    shares = []
+    for _ in range(4000):
+        prior, likelihood = (x.softmax(-1) for x in logits)
+        shares.append((prior @ likelihood)[-1].item())
+        rho = rho_of(prior, likelihood)
+        advantage = rho - (prior @ likelihood) @ rho
+        of_solution = likelihood @ advantage  # and, given the solution, of each answer:
+        of_answer = advantage - of_solution[:, None]
+        steps = prior * of_solution, prior[:, None] * likelihood * of_answer
+        logits = tuple(x + step for x, step in zip(logits, steps))
+    assert [shares[0], max(shares), shares[-1]] == approx([0.020, 0.032, 0.007], abs=0.0005)
+
+
 def test_between_1_and_N_columns_the_mean_is_a_little_off():
     """The lesson's groups of four with M = 2: those that gave the answer first, then others."""
     torch.manual_seed(0)
