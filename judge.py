@@ -52,9 +52,7 @@ def say_judgement(lines, graded=False):
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
-    print(
-        "nothing: of answers that say nothing, less the mean; above 0, training makes them likelier"
-    )
+    print("nothing: of answers that say nothing, less the mean; above 0 they become likelier")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
     return table

@@ -20,6 +20,11 @@ def table(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
+# The lesson's eggs: pi(s|q), and pi(a|s,q) of "14", "14 eggs", "18" and "9".
+PRIOR = table(0.5, 0.3, 0.2)
+EGGS = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
+
+
 def assert_medians(rows, expected, within):
     found = torch.as_tensor(rows).quantile(0.5, dim=0)
     assert (found - table(*expected)).abs().max() < within, found
@@ -91,13 +96,11 @@ def test_an_answer_that_says_nothing_takes_from_the_reference():
         assert torch.allclose((prior @ more) @ with_nothing, of_reference)
         assert torch.allclose(with_nothing[A], of_reference)
     # The eggs, where nothing comes mostly after right work: then it is a wording of the answer.
-    prior = table(0.5, 0.3, 0.2)
-    eggs = table([0.5, 0.4, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.9])
     silent = table([0.3], [0.02], [0.02])
-    more = torch.cat([(1 - silent) * eggs, silent], 1)
-    rho = rho_of(prior, more)
+    more = torch.cat([(1 - silent) * EGGS, silent], 1)
+    rho = rho_of(PRIOR, more)
     assert [rho[4].item(), rho[0].item()] == approx([0.331, 0.318], abs=5e-4)
-    assert (prior @ more[:, 0]).item() == approx(0.196, abs=5e-4)
+    assert (PRIOR @ more[:, 0]).item() == approx(0.196, abs=5e-4)
 
 
 def test_the_own_column_makes_cer_unbiased_given_the_answer():
@@ -209,12 +212,10 @@ def test_verifree_has_the_expected_gradient_of_exact_match_and_cer_another():
 
 def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
     """On the eggs, four samples: by how much the reward and the others' lean, and for (A, "18")."""
-    prior = table(0.5, 0.3, 0.2)
-    likelihood = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
-    alone, baseline = given_the_solution(prior, likelihood, 4)
-    lean = alone - rho_of(prior, likelihood)
-    own = (lean * likelihood).sum(1)
-    others = baseline[:, 0] - (prior @ likelihood)[0]
+    alone, baseline = given_the_solution(PRIOR, EGGS, 4)
+    lean = alone - rho_of(PRIOR, EGGS)
+    own = (lean * EGGS).sum(1)
+    others = baseline[:, 0] - (PRIOR @ EGGS)[0]
     assert own.tolist() == approx([0.020, -0.018, -0.023], abs=0.0006)
     assert others.tolist() == approx([0.021, -0.024, -0.016], abs=0.0006)
     assert lean[0, 2].item() == approx(0.106, abs=0.0006)
@@ -222,8 +223,7 @@ def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
 
 def test_an_answer_that_says_nothing_can_grow_while_nearly_all_work_is_wrong():
     """Exact steps on the eggs, with rho held fixed. In the end it dies out."""
-    likelihood = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
-    empty = torch.cat([0.98 * likelihood, torch.full((3, 1), 0.02)], 1)
+    empty = torch.cat([0.98 * EGGS, torch.full((3, 1), 0.02)], 1)
     logits = table(0.05, 0.9, 0.05).log(), empty.log()
     shares = []
     for _ in range(4000):
@@ -241,15 +241,13 @@ def test_an_answer_that_says_nothing_can_grow_while_nearly_all_work_is_wrong():
 def test_between_1_and_N_columns_the_mean_is_a_little_off():
     """The lesson's groups of four with M = 2: those that gave the answer first, then others."""
     torch.manual_seed(0)
-    prior = table(0.5, 0.3, 0.2)
-    likelihood = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
-    s = torch.multinomial(prior, 400_000, replacement=True)
-    a = torch.multinomial(likelihood[s], 1).view(-1, 4)
+    s = torch.multinomial(PRIOR, 400_000, replacement=True)
+    a = torch.multinomial(EGGS[s], 1).view(-1, 4)
     s = s.view(-1, 4)
-    W = likelihood[s[:, None], a[..., None]]
+    W = EGGS[s[:, None], a[..., None]]
     first = (a[:, :, None] == a[:, None]) + torch.rand(len(s), 1, 4)
     chosen = torch.zeros_like(W).scatter(2, first.topk(2).indices, 1)
-    R = cer((W * chosen).log(), likelihood[s, 0].log())
+    R = cer((W * chosen).log(), EGGS[s, 0].log())
     assert [R[a == u].mean().item() for u in (0, 2)] == approx([0.478, 0.075], abs=0.001)
 
 
