@@ -15,17 +15,18 @@ sys.path.append(sys.path[0] + "/..")  # where plot.py is
 from plot import COLOURS
 
 plt.rcParams |= {"svg.hashsalt": "toy", "axes.spines.top": False, "axes.spines.right": False}
-STEPS, MEASURED = [0, 100, 200], ["pass@1 start", "pass@1 middle", "pass@1 end"]
+STEPS = [0, 100, 200]
+MEASURED = ["pass@1 start", "pass@1 middle", "pass@1 end"]
 
 lines = pandas.read_csv(Path(__file__).parent / "results/toy-seeds-0-19.csv")
 figure, axis = plt.subplots(figsize=(7, 3))
 labels = {"cer": "CER", "verifree": "VeriFree", "rule": "a program", "exact": "exact match"}
 for name, label in labels.items():
     runs = lines[lines.name == name][MEASURED]  # [20 seeds, 3]
-    seeds = name in ("cer", "exact")
-    if seeds:
+    style = "--"
+    if name in ("cer", "exact"):
+        style = "-"
         axis.plot(STEPS, runs.T, color=COLOURS[name], alpha=0.25, linewidth=1)
-    style = "-" if seeds else "--"
     axis.plot(STEPS, runs.mean(), style, label=label, color=COLOURS[name], linewidth=2.5)
 axis.set(xlabel="step", ylabel="right answers\n(thin: one seed)", ylim=(0, 1), xticks=STEPS)
 axis.legend(loc="lower right", frameon=False)

@@ -129,7 +129,8 @@ def test_aim_is_the_cosine_of_all_advantages():
     # By its definition, on the people's questions; a question with one answer has no others.
     frame = own_case.with_rewards(own_case_samples("squad"), "all")
     for kept in frame, frame[frame.answered]:
-        A, T = [], []
+        A = []
+        T = []
         for _, group in kept.groupby(level=0):
             for advantages, of in (A, group.cer), (T, group.right):
                 of = of.astype(float).tolist() if len(group) > 1 else []
