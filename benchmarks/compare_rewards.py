@@ -3,6 +3,10 @@
     python benchmarks/compare_rewards.py --jobs 2
     python benchmarks/compare_rewards.py --model HuggingFaceTB/SmolLM2-135M-Instruct
     python benchmarks/compare_rewards.py --rewards cer@6e-4 exact@1e-3 --seeds 0 1 2
+    python benchmarks/compare_rewards.py --copies .15 --out benchmarks/results/copies-toy.csv
+
+--copies: in so many of the demonstrations the box copies the working ("3*4=12") and says nothing of
+the result, so the policy begins with such answers.
 
 The runs go to runs/compare_rewards/, --jobs at a time. A finished run adds a line to the CSV. If
 the script is started again, it resumes where it stopped. At the end it writes the tables beside the
@@ -20,6 +24,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pandas
 import torch
@@ -35,6 +40,7 @@ from tasks import toy, toy_model
 
 RUNS = ROOT / "runs" / "compare_rewards"
 REWARDS = ["cer", "exact", "verifree", "rule", "rule+cer"]
+KNOWN = {*REWARDS, "overlap+cer"}
 TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy_model.LEARNING_RATE)
 REAL_RECIPE = "--questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --keep 6 --eval-limit 50"
 REAL_RECIPE += " --eval-runs 2 --eval-every 10 --eval-temperature 1 --eval-top-p 1 --eval-top-k 0"
@@ -51,12 +57,15 @@ def main():
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run per reward and seed")
     add("--steps", type=count, help="of each run (default: 200, or 30 with a real model)")
     add("--jobs", type=count, default=1, help="runs at a time; if several, one CPU core each")
+    share = cli.number(float, 0, 1)
+    add("--copies", type=share, default=0, help="demonstrations that box their working (toy)")
     add("--out", type=Path, help="the CSV (default: benchmarks/results/MODEL.csv)")
     args = parser.parse_args()
-    unknown = {name.partition("@")[0] for name in args.rewards} - set(REWARDS)
-    cli.require(not unknown, f"--rewards {unknown}: expected {', '.join(REWARDS)}")
+    unknown = {name.partition("@")[0] for name in args.rewards} - KNOWN
+    cli.require(not unknown, f"--rewards {unknown}: expected {', '.join(sorted(KNOWN))}")
+    cli.require(not (args.copies and args.model), "--copies goes with the toy's own model")
     steps = args.steps or (30 if args.model else 200)
-    prefix = Path(args.model or "toy").name
+    prefix = Path(args.model or "toy").name + (f"-copies-{args.copies}" if args.copies else "")
     path = args.out or ROOT / "benchmarks" / "results" / f"{prefix}.csv"
     for directory in RUNS, path.parent:
         directory.mkdir(parents=True, exist_ok=True)
@@ -72,7 +81,8 @@ def main():
             warm_starts[seed] = make(RUNS / f"{prefix}-warm-start", warm_start, args.model)
         else:
             directory = RUNS / f"{prefix}-warm-start-{seed}"
-            warm_starts[seed] = make(directory, toy_model.warm_start, seed)
+            with mock.patch.object(toy, "demonstration", copying(args.copies)):
+                warm_starts[seed] = make(directory, toy_model.warm_start, seed)
 
     def train_and_measure(job):
         name, seed = job
@@ -115,6 +125,18 @@ def make(directory, maker, *args):
     if not (directory / "tokenizer.json").exists():
         maker(directory, *args)
     return directory
+
+
+def copying(share, demonstration=toy.demonstration):
+    """toy.demonstration, but in so many of them the box copies the first step of the working."""
+
+    def some_copy(rng, train):
+        prompt, text = demonstration(rng, train)
+        if share and rng.random() < share:
+            text = re.sub(r"^(\S+=\d+)(.*\\boxed{).*}$", r"\1\2\1}", text, flags=re.DOTALL)
+        return prompt, text
+
+    return some_copy
 
 
 def warm_start(directory, model, steps=60):
@@ -185,6 +207,9 @@ def result(name, seed, out, steps):
     scores, taken = lines.pass_at_1.dropna(), lines[lines.reward.notna()]
     seconds = pandas.DataFrame(taken.seconds.tolist()).sum()
     at_end = taken.tail(math.ceil(steps / 4))
+    held_out = pandas.DataFrame(read_rows(out / "evaluations.jsonl"))
+    boxes = held_out.explode("answers").groupby("step").answers
+    copies = boxes.agg(lambda answers: answers.str.contains("=").mean())
     return {
         "name": name,
         "seed": seed,
@@ -192,6 +217,9 @@ def result(name, seed, out, steps):
         "pass@1 start": round(scores[0], 4),
         "pass@1 middle": round(scores.iloc[len(scores) // 2], 4),
         "pass@1 end": round(scores[steps], 4),
+        "copies start": round(copies[0], 4),
+        "copies end": round(copies[steps], 4),
+        "mean reward at the start": round(taken.head(10).reward.mean(), 4),
         "mean reward at the end": round(at_end.reward.mean(), 4),
         "entropy at the end": round(at_end.entropy.mean(), 4),
         "zero-advantage groups": round(taken.zero_advantage_groups.mean(), 4),
