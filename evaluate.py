@@ -14,6 +14,7 @@ import os
 import pandas
 import torch.distributed as dist
 
+from engine import slots
 from engine.load import DTYPES, check_sampling, load
 from engine.sampling import positions
 from reward_functions import REWARDS, judge, judge_nothing, rewards
@@ -110,20 +111,22 @@ def main():
     add("--top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
+    add("--sampler", default=slots.DEFAULT, choices=slots.CHOICES, help=slots.HELP)
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval-PID)")
     args = parser.parse_args()
     device = init_ranks()
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+    kind = dict(dtype=args.dtype, sampler=args.sampler)
     if args.ask is not None:
-        model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
+        model, tokenizer = load(args.model, device, check_sampling, **kind)
         seed_everything(args.seed)
         how = args.runs or 4, args.max_new_tokens
         return print_samples(model, tokenizer, args.ask, *how, **sampling)
     names = [os.path.expanduser(name) for name in args.dataset.split(",")]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")
-    model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
+    model, tokenizer = load(args.model, device, check_sampling, **kind)
     most = positions(model) - 1  # room for a token
     datasets = {name: usable_prompts(tokenizer, datasets[name], name, most)[0] for name in names}
     for name, problems in datasets.items():

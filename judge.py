@@ -18,6 +18,7 @@ import pandas
 import torch.distributed as dist
 
 from cer import check_scoring
+from engine import slots
 from engine.load import DTYPES, check_sampling, load
 from engine.sampling import positions
 from evaluate import sample_and_judge
@@ -106,6 +107,7 @@ def main():
     add("--rewards", default=DEFAULT, help=f"of {', '.join(KNOWN)}")
     add("--verifier-model", help="who is asked for the reward asked (default: the model itself)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
+    add("--sampler", default=slots.DEFAULT, choices=slots.CHOICES, help=slots.HELP)
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge-PID)")
     args = parser.parse_args()
@@ -115,7 +117,8 @@ def main():
     device = init_ranks()
     problems = load_problems(args.dataset, args.limit, args.verifier)
     out = open_run_directory(args.out, "judge")
-    actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
+    kind = dict(dtype=args.dtype, sampler=args.sampler)
+    actor, tokenizer = load(args.model, device, check_sampling, check_scoring, **kind)
     problems, _ = usable_prompts(tokenizer, problems, args.dataset, positions(actor) - 1)
     show_first(tokenizer, problems, args.dataset)
     other = args.verifier_model and load(args.verifier_model, device, check_scoring)

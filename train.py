@@ -14,10 +14,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cer import check_scoring
+from engine import slots
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.load import DTYPES, check_sampling, load
-from engine.memory import check_disk, plan_memory
-from engine.policy import check_training, copy_weights, make_policy
+from engine.memory import check_disk, moments_may_move, plan_memory
+from engine.policy import check_training, copy_weights, make_policy, moments_on_host
 from engine.sampling import positions
 from evaluate import evaluate
 from reward_functions import REWARDS, judge, rewards, why_not_asked
@@ -47,7 +48,8 @@ def main():
 
     # The actor samples and scores.
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
-    actor, tokenizer = load(model_path, device, check_sampling, check_scoring, dtype=args.dtype)
+    kind = dict(dtype=args.dtype, sampler=args.sampler)
+    actor, tokenizer = load(model_path, device, check_sampling, check_scoring, **kind)
     reward = REWARDS[args.reward]
     other = None  # another model that judges
     if "general-verifier" in reward.judges:
@@ -100,7 +102,8 @@ def main():
 
         # 1. Sample N solutions and answers to each of this rank's b questions: b groups.
         batch = order[(step - 1) * args.questions : step * args.questions][rank::world]
-        groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
+        with moments_on_host(optimizer, moments_may_move(actor, offload)):
+            groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
         log.lap("sample")
 
         # 2. Judge: ask the actor for W and P of each group, or a verifier for what is right.
@@ -174,9 +177,8 @@ def longest_reference(tokenizer, problems):
 GENERAL_VERIFIER = "TIGER-Lab/general-verifier"
 
 # What a resumed run may change. The other flags define the run and how it is measured.
-MAY_CHANGE = (
-    "out resume steps epochs microbatch_tokens cpu_offload eval_every save_every keep".split()
-)
+MAY_CHANGE = "out resume steps epochs sampler microbatch_tokens cpu_offload".split()
+MAY_CHANGE += "eval_every save_every keep".split()
 
 
 def make_parser():
@@ -196,6 +198,7 @@ def make_parser():
     add("--m", type=count, help="M, solutions that CER averages over (default: N)")
     add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
+    add("--sampler", default=slots.DEFAULT, choices=slots.CHOICES, help=slots.HELP)
     group = parser.add_argument_group("optimization")
     add = group.add_argument
     add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="learning rate of Adam")

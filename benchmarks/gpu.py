@@ -23,8 +23,8 @@ import transformers
 from measure import commit
 
 from cer import answer_logprobs, log_finished, spellings
-from engine import load, memory, policy
-from engine.sampling import EachStep, generate
+from engine import load, memory, policy, slots
+from engine.sampling import Row, generate
 from engine.tokens import vocabulary
 from rloo import TrainingRow, update
 from runtime import cli, ranks
@@ -45,6 +45,7 @@ def main():
     parser.add_argument("--model", help="directory of a model, in place of random weights")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--dtype", default="auto", choices=["auto", *load.DTYPES])
+    parser.add_argument("--sampler", default=slots.DEFAULT, choices=slots.CHOICES, help=slots.HELP)
     parser.add_argument("--repeats", type=cli.number(int, 1), default=3, help="report the median")
     args = parser.parse_args()
     device = ranks.init_ranks()
@@ -58,6 +59,9 @@ def main():
     else:
         model = random_model(shape, device, args.dtype)
     load.reset_generation_config(model, tokenizer)
+    if args.sampler == "auto":
+        load.choose_sampler(model, tokenizer)
+    model.generation_config.eos_token_id = [model.config.vocab_size]  # no token
     cpu = f"CPU, {torch.get_num_threads()} threads"
     origin = {
         "shape": shape,
@@ -68,7 +72,7 @@ def main():
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    with mock.patch("engine.sampling.EachStep", Ends):
+    with mock.patch("engine.sampling.Row", Ends):
         for part in args.parts:
             for line in PARTS[part](model, tokenizer, LENGTHS.get(shape, 256), args.repeats):
                 print(json.dumps({"part": part} | line | origin), flush=True)
@@ -131,23 +135,20 @@ def full_passes(model, tokenizer, contexts, answers):
     return torch.stack(scores)
 
 
-class Ends(EachStep):
-    """Ends a row when it has as many tokens as the id of its first token says, and not before."""
+class Ends(Row):
+    """Ends when it has as many tokens as the id of its first token says, and not before."""
 
-    def __call__(self, ids, logits):
-        logits = super().__call__(ids, logits)
-        start = (ids > 0).int().argmax(1, keepdim=True)  # rows are padded with 0 on the left
-        ends = ids.shape[1] - start + 1 >= ids.gather(1, start)  # [rows, 1]
-        logits[:, 1:2] = torch.where(ends, 1e9, -torch.inf)  # 1 is the stop token
-        return logits
+    def __init__(self, prompt, room):
+        super().__init__(prompt, min(room, max(1, prompt[0] - len(prompt))))
 
 
 def decoding(model, tokenizer, length, repeats, steps=128):
-    """Time a decode step: the time of `steps` more tokens after the first, divided by `steps`."""
+    """Time a decode step: the time of `steps` more tokens after the first 17, divided by `steps`,
+    in one piece. The first ones take what a piece takes once."""
     for rows in 32, 128, 256:
-        prompts = [[2 * length + steps] + [9] * (length - 1)] * rows  # none ends before
-        _, first = measure(repeats, generate, model, prompts, 1)
-        _, whole = measure(repeats, generate, model, prompts, 1 + steps)
+        prompts = [[2 * length + 2 * steps] + [9] * (length - 1)] * rows  # none ends before
+        _, first = measure(repeats, generate, model, prompts, 17, 17 + steps)
+        _, whole = measure(repeats, generate, model, prompts, 17 + steps, 17 + steps)
         step = (whole["seconds"] - first["seconds"]) / steps
         yield {"rows": rows, "tokens": length} | whole | {"seconds": step}
 

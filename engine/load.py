@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from engine.sampling import sampling_config
+from engine import slots
+from engine.sampling import head_dim, sampling_config
 from engine.tokens import vocabulary
-from runtime.cli import as_input_error, require
+from runtime.cli import as_input_error, message_of, out_of_memory, require, say
 
 # A base model ends its text with one token, a chat model its turn with another. Stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
@@ -21,9 +22,10 @@ STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto"):
+def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler: str = "generate"):
     """Load the actor or the verifier -> (model, tokenizer). dtype: "fp32", "bf16", or "auto", which
-    is bf16 on a GPU and fp32 on a CPU.
+    is bf16 on a GPU and fp32 on a CPU. sampler: "generate", Hugging Face's, or "auto", which is
+    engine/slots.py where that can sample from the model.
 
     checks: functions of (model, tokenizer) that raise an error if the model does not do what the
     method assumes: check_sampling, and cer.check_scoring. A verifier that only generates has none.
@@ -34,6 +36,8 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto"):
     with as_input_error(f"{model.config.model_type} is not supported"):
         for check in checks:
             check(model, tokenizer)
+    if sampler == "auto":
+        choose_sampler(model, tokenizer)
     return model, tokenizer
 
 
@@ -149,3 +153,51 @@ def check_sampling(model, tokenizer):
     for logits, scores in zip(out.logits, out.scores):
         unchanged = torch.equal(logits[:, :ids], scores[:, :ids])
         require(unchanged, "generate() changes its logits")
+
+
+def choose_sampler(model, tokenizer):
+    """Let engine/slots.py sample from the model, unless a line says why not."""
+    prompt = vocabulary(tokenizer).encode(r"so \boxed")
+    reason = wrong_card(model) or why_unfit(model, prompt) or why_wrong(model, prompt)
+    model.sampler = None if reason else slots.generate
+    if reason:
+        say(f"sampling with Hugging Face's generate(): {reason}")
+
+
+def wrong_card(model):
+    """What engine/slots.py lacks to run at all, or None."""
+    if model.device.type != "cuda" or model.dtype.itemsize != 2:
+        return "engine/slots.py needs a GPU and a type of two bytes"
+    old = torch.cuda.get_device_capability(model.device) < (8, 0)
+    return "engine/slots.py needs a GPU of compute capability 8 or more" if old else None
+
+
+def why_unfit(model, prompt):
+    """What engine/slots.py cannot do for this model, or None."""
+    if {type(layer) for layer in DynamicCache(config=model.config).layers} != {DynamicLayer}:
+        return "not all of its layers have full attention"
+    if (size := head_dim(model.config)) % 8 or size > 256:
+        return f"its heads have {size} dimensions"
+    try:
+        slots.generate(model, [prompt], 1)  # without a CUDA graph
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        return f"engine/slots.py fails ({message_of(error)})"
+
+
+@torch.no_grad()
+def why_wrong(model, prompt):
+    """Sample 24 tokens of two prompts, each twice, with graphs that are replayed and rows that are
+    moved. By how much the entropies differ from those of plain forward passes, or None."""
+    # Random models in bf16 differ by up to .01, and by .05 to .5 if a wrong key is read.
+    prompts, limit = 2 * [prompt[:1], prompt], 0.05 if model.dtype.itemsize == 2 else 1e-3
+    # An error while a graph is recorded leaves torch unusable, so there is no way back.
+    with as_input_error("engine/slots.py fails with this model: use --sampler generate"):
+        sampled = slots.generate(model, prompts, 24, piece=12, stops=[])
+    for prompt, ids, entropy in zip(prompts, *sampled):
+        logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits
+        p = logits[0, len(prompt) - 1 : -1, : model.tokenizer_size].float().softmax(-1)
+        difference = abs(torch.special.entr(p).sum(-1).mean().item() - entropy)
+        if not difference < limit:
+            return f"in engine/slots.py entropies differ by {difference:.2g} nats"

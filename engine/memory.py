@@ -53,11 +53,24 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
 def check_host(actor):
     """Check that the host can hold the policy and Adam: 16 bytes for each parameter, and more since
     pinned memory comes in powers of two."""
+    need, there = host_gb(actor)
+    says = f"policy and Adam need about {need:.3g} GB of CPU memory"
+    require(need < there, f"{says}, and there are {there:.3g}")
+
+
+def moments_may_move(actor, cpu_offload):
+    """Whether policy.moments_on_host may take CPU memory, for engine/slots.py: 8 bytes for each
+    parameter, up to twice that in powers of two, and what a save needs."""
+    need, there = host_gb(actor)
+    return bool(getattr(actor, "sampler", None)) and not cpu_offload and need < there
+
+
+def host_gb(actor, of_each=20):
+    """What so many bytes for each parameter take on this host, and its memory, in GB."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     parameters = sum(p.numel() for p in actor.parameters()) * ranks_here / dist.get_world_size()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    need = f"policy and Adam need about {20 * parameters / 1e9:.3g} GB of CPU memory"
-    require(20 * parameters < memory, f"{need}, and there are {memory / 1e9:.3g}")
+    return of_each * parameters / 1e9, memory / 1e9
 
 
 def memory_needed(actor, cpu_offload, ranks, tokens):

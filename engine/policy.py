@@ -9,6 +9,8 @@
 On a GPU both compute in bf16, on a CPU in fp32, unless --dtype says otherwise.
 """
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -107,3 +109,33 @@ def copy_weights(policy, actor):
     """Copy policy -> actor. Gathering in the actor's precision, if it is bf16, halves the bytes."""
     for copy, trained in zip(actor.parameters(), policy.parameters(), strict=True):
         copy.copy_(trained.to(copy.dtype).full_tensor())
+
+
+@contextlib.contextmanager
+def moments_on_host(adam, wanted=True):
+    """Hold Adam's moments, 8 bytes per parameter, in CPU memory, to make room on a GPU for the keys
+    and values of samples. Each stays the tensor it is. Its memory is given back and taken again."""
+    states = adam.state.values() if wanted else []
+    moments = [state[name].to_local() for state in states for name in ("exp_avg", "exp_avg_sq")]
+    sizes = [moment.untyped_storage().nbytes() for moment in moments]
+    if moments and not hasattr(adam, "on_host"):  # pinned memory is slow to make, so it is kept
+        adam.on_host = pinned(moments)
+    for moment, copy in zip(moments, getattr(adam, "on_host", [])):
+        copy.copy_(moment)
+        moment.untyped_storage().resize_(0)
+    yield
+    for moment, copy, size in zip(moments, getattr(adam, "on_host", []), sizes):
+        moment.untyped_storage().resize_(size)
+        moment.copy_(copy)
+
+
+def pinned(tensors):
+    """Memory of the host for a copy of each tensor: views of one buffer for each dtype, since
+    pinned memory comes in powers of two."""
+    views = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        same = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        sizes = [tensors[i].numel() for i in same]
+        buffer = torch.empty(sum(sizes), dtype=dtype, pin_memory=tensors[same[0]].is_cuda)
+        views |= zip(same, buffer.split(sizes))
+    return [views[i].view_as(tensor) for i, tensor in enumerate(tensors)]

@@ -1,4 +1,5 @@
-"""Sample completions of prompts with Hugging Face's generate()."""
+"""Sample completions of prompts with Hugging Face's generate(), or, where load.choose_sampler has
+found a model fit for it, with engine/slots.py."""
 
 import copy
 import math
@@ -37,7 +38,7 @@ class EachStep(LogitsProcessor):
 
 
 def generate(
-    model, prompts: list[list[int]], max_new_tokens: int, piece=512, name="sample", **settings
+    model, prompts: list[list[int]], max_new_tokens: int, piece=None, name="sample", **settings
 ) -> tuple[list[list[int]], list[float]]:
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
@@ -51,7 +52,9 @@ def generate(
     the longest one ends. A piece prefills its rows again. This costs one forward pass, but no KV
     cache is kept between pieces.
     """
-    most = positions(model)
+    if sampler := getattr(model, "sampler", None):
+        return sampler(model, prompts, max_new_tokens, piece, name, **settings)
+    most, piece = positions(model), piece or 512
     rows = [Row(prompt, max(1, min(max_new_tokens, most - len(prompt)))) for prompt in prompts]
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
     bar = progress(name, unit=" tokens", unit_scale=True)
@@ -133,17 +136,27 @@ def positions(model):
 
 def row_bytes(model, tokens, more):
     """The memory of a row of so many tokens that samples `more`: its keys and values; in the
-    prefill the activations of one layer and the attention mask; six copies of its logits. Equal
-    rows share a prefill, and take less than this."""
+    prefill the activations of one layer and the attention mask; its logits. Equal rows share a
+    prefill, and take less than this."""
+    kv, layer, logits = bytes_of(model)
+    mask = 6 * tokens * (tokens + more)  # bool, and twice in bf16
+    return (tokens + more) * kv + tokens * layer + mask + logits
+
+
+def bytes_of(model):
+    """Of a token, its keys and values, and its activations in one layer; six copies of the logits
+    of a row."""
     config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    kv = 2 * config.num_hidden_layers * kv_heads * head_dim  # Qwen3-4B in bf16: 144 KiB a token
+    kv = 2 * config.num_hidden_layers * kv_heads * head_dim(config)
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # as in GPT-2
     layer = 4 * (config.hidden_size + mlp)
-    mask = 6 * tokens * (tokens + more)  # bool, and twice in bf16
-    numbers = (tokens + more) * kv + tokens * layer
-    return numbers * model.dtype.itemsize + mask + 6 * 4 * config.vocab_size
+    # Qwen3-4B in bf16: 144 KiB of keys and values
+    return kv * model.dtype.itemsize, layer * model.dtype.itemsize, 6 * 4 * config.vocab_size
+
+
+def head_dim(config):
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def bytes_that_fit(model):

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 import rollout
 from cer import answer_logprobs, check_scoring
-from engine import load, memory, policy, sampling
+from engine import load, memory, policy, sampling, slots
 from engine.sampling import generate
 from engine.tokens import vocabulary
+from rloo import TrainingRow, update
 from rollout import sample
 from runtime.cli import InputError
 from tasks import data, toy_model
@@ -384,6 +385,32 @@ def test_a_bf16_checkpoint_is_trained_in_fp32(tmp_path):
     whole = load.load_model(tmp_path, "cpu", torch.float32)
     for ours, theirs in zip(trained.parameters(), whole.parameters(), strict=True):
         assert ours.dtype == torch.float32 and torch.equal(ours.full_tensor(), theirs)
+
+
+def test_moments_on_the_host_change_no_step(monkeypatch):
+    """They lie in one buffer. Where the host has no room they stay on the GPU."""
+    rows, found = [TrainingRow([5, 6, 7, 8], [0.0, 1.0, -1.0, 1.0])], {}
+    for wanted in False, True:
+        trained = policy.Policy(tiny_model(64))
+        adam = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+        for step in range(3):
+            with policy.moments_on_host(adam, wanted):
+                for state in adam.state.values():
+                    held = [
+                        state[m].to_local().untyped_storage().nbytes()
+                        for m in ("exp_avg", "exp_avg_sq")
+                    ]
+                    assert (held == [0, 0]) == wanted
+            found[wanted, step] = update(trained, adam, rows, 1e-3, 100)
+    assert all(found[True, step] == found[False, step] for step in range(3))
+    assert len({found[True, step] for step in range(3)}) == 3
+    assert len({copy.untyped_storage().data_ptr() for copy in adam.on_host}) == 1
+    size = sum(p.numel() for p in trained.parameters())
+    assert not memory.moments_may_move(trained.model, False)  # with Hugging Face's generate()
+    trained.model.sampler = slots.generate
+    for times, offload, may in (21, False, True), (21, True, False), (19, False, False):
+        monkeypatch.setattr(os, "sysconf", lambda name, n=times: n * size if "PHYS" in name else 1)
+        assert memory.moments_may_move(trained.model, offload) == may
 
 
 def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):

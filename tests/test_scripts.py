@@ -90,13 +90,15 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     flags += " --max-new-tokens 24 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
     flags += " --cpu-offload --seed 3 --eval-dataset toy-test --eval-every 1 --eval-limit 3"
     flags += " --eval-runs 2 --eval-temperature 0.5 --eval-top-p 0.9 --eval-top-k 5"
-    flags += " --out run --save-every 1 --dtype fp32"
+    flags += " --out run --save-every 1 --dtype fp32 --sampler auto"
     _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
     assert named - {"--resume", "--epochs"} == set(re.findall(r"--[a-z][\w-]*", flags))
     monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
     code, _, err = script(train, flags)
-    assert code == 0, err
+    assert code == 0 and "sampling with Hugging Face's generate(): engine/slots.py needs" in err, (
+        err
+    )
     _, _, problems, runs, tokens = sampled.call_args.args
     assert (len(problems), runs, tokens, sampled.call_count) == (3, 2, 24, 3)
     assert sampled.call_args.kwargs.items() >= dict(temperature=0.5, top_p=0.9, top_k=5).items()

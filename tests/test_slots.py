@@ -1,0 +1,186 @@
+"""engine/slots.py against Hugging Face's generate() and plain forward passes. The CPU takes the
+part of a GPU: see emulated.py."""
+
+import importlib
+from types import SimpleNamespace
+from unittest import mock
+
+import emulated
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import GenerationConfig
+
+from engine import load, sampling, slots
+from engine.slots import Slots
+from runtime.cli import InputError
+
+STOPS = [*range(1, 60, 6)]
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch):
+    """As if there was one, of a kind that will do."""
+    monkeypatch.setattr(slots, "as_graph", emulated.as_graph)
+    monkeypatch.setattr(load, "wrong_card", lambda model: None)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", emulated.flash, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def model(request):
+    """Eight heads of queries, two of keys. Its distribution is sharp, and rows end."""
+    return make(request.param)
+
+
+def make(family, **settings):
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=16, hidden_size=64)
+    model = tiny_model(440, family, num_hidden_layers=3, **heads | settings)
+    model.tokenizer_size = 421  # of 440
+    model.generation_config = GenerationConfig(eos_token_id=STOPS, pad_token_id=1)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    lengths = [3, 11, 1, 5, 2, 20, 7] * 3
+    return [torch.randint(10, 200, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("fits, piece", [(10_000, 128), (10_000, 12), (150, 12)])
+def test_greedy_tokens_are_those_of_generate(model, monkeypatch, fits, piece):
+    """With room for all, in pieces, and with room for few, so that rows wait and are read again."""
+    monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: fits)
+    expected, theirs = sampling.generate(model, prompts(), 40, temperature=0)
+    model.sampler = slots.generate
+    rows, entropies = sampling.generate(model, prompts(), 40, piece, temperature=0)
+    assert rows == expected and entropies == pytest.approx(theirs, abs=1e-4)
+    assert {row[-1] in STOPS for row in rows} == {True, False} and len(set(map(len, rows))) > 3
+    assert model.config._attn_implementation == "sdpa"
+
+
+SCALES = {"granite": {"logits_scaling": 0.5}, "cohere": {"logit_scale": 2.0}}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3", "llama", *SCALES])
+def test_each_token_is_drawn_from_a_plain_forward_pass(family, monkeypatch):
+    """The entropy of the distribution of each step, which differs from that of a plain forward pass
+    wherever a key is wrong. Granite and Cohere scale their logits. Equal prompts are read once."""
+    model = make(family, **SCALES.get(family, {}))
+    monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: 500)
+    repeated = [prompt for prompt in prompts() for _ in range(2)]
+    for prompt, ids, entropy in zip(repeated, *slots.generate(model, repeated, 40, 16)):
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logits[:, model.tokenizer_size :] = -torch.inf
+        p = logits.softmax(-1)
+        assert torch.special.entr(p).sum(-1).mean().item() == pytest.approx(entropy, abs=1e-4)
+        assert p.gather(1, torch.tensor(ids)[:, None]).min() > 0
+
+
+def test_top_k_and_top_p_as_in_generate(model):
+    """How often each first token is drawn, in three standard errors."""
+    settings = dict(temperature=0.7, top_p=0.9, top_k=50)
+    drawn = {}
+    for name, sampler in ("ours", slots.generate), ("theirs", sampling.generate):
+        rows, _ = sampler(model, [[5, 6]] * 4000, 1, **settings)
+        drawn[name] = torch.tensor(rows).flatten().bincount(minlength=440) / 4000
+    largest = (drawn["ours"] - drawn["theirs"]).abs() - 4 * (drawn["theirs"] / 2000).sqrt()
+    assert largest.max() < 2e-3 and (drawn["ours"] > 0).sum() < 60
+
+
+# ------------------------------------------------------------------------------- which sampler
+
+
+def wrong_keys(slots, length, alive):
+    """Slots.next(), but the last key is not seen."""
+    NEXT(slots, length, alive)
+    slots.used = (slots.used - 1).clamp_min(1)
+
+
+NEXT, COPY = Slots.next, Slots.copy
+FAULTS = {  # attribute of Slots, what is planted
+    "kept rows are not moved": ("copy", lambda slots, stretches: None),
+    "the last key is not seen": ("next", wrong_keys),
+}
+
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def chosen(model, tokenizer, capfd):
+    load.choose_sampler(model, tokenizer)
+    return model.sampler, capfd.readouterr().err
+
+
+@BOTH
+def test_it_is_chosen_where_it_agrees(model, tokenizer, capfd, monkeypatch, dtype):
+    made, moved, as_graph = [], [], slots.as_graph
+    monkeypatch.setattr(slots, "as_graph", lambda step: made.append(step) or as_graph(step))
+    monkeypatch.setattr(Slots, "copy", lambda self, some: moved.extend(some) or COPY(self, some))
+    assert chosen(model.to(dtype), tokenizer, capfd) == (slots.generate, "")
+    assert len(made) == 2 and len(moved) == 2 + 3  # of equal prompts, and of kept rows
+
+
+@BOTH
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_keys_are_found_at_load(model, tokenizer, capfd, monkeypatch, fault, dtype):
+    monkeypatch.setattr(Slots, *FAULTS[fault])
+    sampler, said = chosen(model.to(dtype), tokenizer, capfd)
+    assert sampler is None and "generate(): in engine/slots.py entropies differ by" in said
+    assert model.config._attn_implementation == "sdpa"
+
+
+UNFIT = [
+    ("mistral", {"sliding_window": 8}, "not all of its layers have full attention"),
+    ("qwen3", {"head_dim": 12}, "its heads have 12 dimensions"),
+    ("stablelm", {"hidden_size": 128}, "missing 1 required keyword-only argument: 'slots'"),
+    ("nanochat", {}, None),  # a soft cap of the logits, which the model itself applies
+    ("mistral", {"sliding_window": None}, None),
+]
+
+
+@pytest.mark.parametrize("family, settings, says", UNFIT)
+def test_other_models_keep_generate(tokenizer, capfd, family, settings, says):
+    sampler, said = chosen(make(family, **settings), tokenizer, capfd)
+    assert (sampler is None) == bool(says) and (says or "") in said
+    assert said.count("\n") == bool(says)
+
+
+def test_what_cannot_be_captured_is_an_error_at_load(tokenizer, monkeypatch):
+    model = make("qwen3")
+    model.lm_head.register_forward_hook(lambda module, inputs, out: out * float(out.max() > -1e9))
+    with pytest.raises(InputError, match="use --sampler generate .*not permitted when"):
+        load.choose_sampler(model, tokenizer)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_cpu_and_old_cards_keep_generate(tokenizer, capfd, monkeypatch):
+    monkeypatch.undo()
+    sampler, said = chosen(make("qwen3"), tokenizer, capfd)
+    assert sampler is None and "needs a GPU and a type of two bytes" in said
+    card = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    for capability, fit in ((7, 5), False), ((8, 0), True), ((12, 0), True):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert (load.wrong_card(card) is None) == fit
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "judge"])
+def test_scripts_sample_with_it(script, quick, toy_model_dir, monkeypatch, name):
+    some = f"--model {toy_model_dir} --dataset toy --limit 2 --max-new-tokens 24"
+    flags = {"train": f"{quick} --steps 1", "evaluate": some, "judge": f"{some} --samples 2"}[name]
+    module = importlib.import_module(name)
+    monkeypatch.setattr(slots, "generate", sampled := mock.Mock(side_effect=slots.generate))
+    assert script(module, f"{flags} --out 1")[0] == 0 and not sampled.called  # by default
+    code, _, err = script(module, f"{flags} --sampler auto --out 2")
+    assert code == 0 and "generate()" not in err, err
+    assert sampled.call_count > 2  # of which two at load
+
+
+def test_logits_that_are_no_numbers_end_it(model):
+    model.lm_head.weight.data[50] = torch.nan
+    with pytest.raises(InputError, match="logits are not finite"):
+        slots.generate(model, [[5, 6]], 20)
