@@ -14,8 +14,7 @@ import os
 import pandas
 import torch.distributed as dist
 
-from engine import slots
-from engine.load import DTYPES, check_sampling, load
+from engine.load import add_flags, check_sampling, load
 from engine.sampling import positions
 from reward_functions import REWARDS, judge, judge_nothing, rewards
 from rollout import sample
@@ -110,8 +109,7 @@ def main():
     add("--temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
     add("--top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
-    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
-    add("--sampler", default=slots.DEFAULT, choices=slots.CHOICES, help=slots.HELP)
+    add_flags(add)
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval-PID)")
     args = parser.parse_args()

@@ -18,8 +18,7 @@ import pandas
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine import slots
-from engine.load import DTYPES, check_sampling, load
+from engine.load import add_flags, check_sampling, load
 from engine.sampling import positions
 from evaluate import sample_and_judge
 from reward_functions import REWARDS, why_not_asked
@@ -106,8 +105,7 @@ def main():
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     add("--rewards", default=DEFAULT, help=f"of {', '.join(KNOWN)}")
     add("--verifier-model", help="who is asked for the reward asked (default: the model itself)")
-    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
-    add("--sampler", default=slots.DEFAULT, choices=slots.CHOICES, help=slots.HELP)
+    add_flags(add)
     add("--seed", type=int, default=0, help="random seed of the samples")
     add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge-PID)")
     args = parser.parse_args()

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine import slots
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
-from engine.load import DTYPES, check_sampling, load
+from engine.load import add_flags, check_sampling, load
 from engine.memory import check_disk, moments_may_move, plan_memory
 from engine.policy import check_training, copy_weights, make_policy, moments_on_host
 from engine.sampling import positions
@@ -53,7 +52,7 @@ def main():
     reward = REWARDS[args.reward]
     other = None  # another model that judges
     if "general-verifier" in reward.judges:
-        other = load(args.verifier_model or GENERAL_VERIFIER, device)
+        other = load(args.verifier_model or GENERAL_VERIFIER, device, sampler=args.sampler)
     elif "asked" in reward.judges and args.verifier_model:
         other = load(args.verifier_model, device, check_scoring)
     problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
@@ -189,7 +188,7 @@ def make_parser():
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
     add("--dataset", help=f"{NAMES}, or a file (default: toy, or math7.5k with --model)")
     add("--reward", default="cer", choices=REWARDS, help="(asked: by the policy, which changes)")
-    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
+    add_flags(add)
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--verifier-model", help=f"of asked, and of general-verifier ({GENERAL_VERIFIER})")
     add = parser.add_argument_group("the batch").add_argument
@@ -198,7 +197,6 @@ def make_parser():
     add("--m", type=count, help="M, solutions that CER averages over (default: N)")
     add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
-    add("--sampler", default=slots.DEFAULT, choices=slots.CHOICES, help=slots.HELP)
     group = parser.add_argument_group("optimization")
     add = group.add_argument
     add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="learning rate of Adam")

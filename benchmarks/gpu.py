@@ -23,7 +23,7 @@ import transformers
 from measure import commit
 
 from cer import answer_logprobs, log_finished, spellings
-from engine import load, memory, policy, slots
+from engine import load, memory, policy
 from engine.sampling import Row, generate
 from engine.tokens import vocabulary
 from rloo import TrainingRow, update
@@ -44,8 +44,7 @@ def main():
     parser.add_argument("--shape", choices=SHAPES, help="(default: qwen3-4b on a GPU, else small)")
     parser.add_argument("--model", help="directory of a model, in place of random weights")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--dtype", default="auto", choices=["auto", *load.DTYPES])
-    parser.add_argument("--sampler", default=slots.DEFAULT, choices=slots.CHOICES, help=slots.HELP)
+    load.add_flags(parser.add_argument)
     parser.add_argument("--repeats", type=cli.number(int, 1), default=3, help="report the median")
     args = parser.parse_args()
     device = ranks.init_ranks()
@@ -59,7 +58,7 @@ def main():
     else:
         model = random_model(shape, device, args.dtype)
     load.reset_generation_config(model, tokenizer)
-    if args.sampler == "auto":
+    if args.sampler == "auto" and device.type == load.SLOTS_ON:
         load.choose_sampler(model, tokenizer)
     model.generation_config.eos_token_id = [model.config.vocab_size]  # no token
     cpu = f"CPU, {torch.get_num_threads()} threads"
@@ -155,13 +154,31 @@ def decoding(model, tokenizer, length, repeats, steps=128):
 
 def sampling(model, tokenizer, length, repeats, rows=64, prompt=16):
     """Time 64 rows of log-normal lengths, cut at four times the mean, in pieces and in one call."""
-    longest, mu = 4 * length, math.log(length) - 0.7**2 / 2  # so that the mean is the length
-    lengths = torch.empty(rows).log_normal_(mu, 0.7).clamp(1, longest).long().tolist()
-    prompts = [[prompt + length] + [9] * (prompt - 1) for length in lengths]
+    longest, prompts, tokens = 4 * length, *log_normal(rows, prompt, length, 4 * length)
     for how, piece in ("in pieces", longest // 8), ("one call", longest):
         _, taken = measure(1, generate, model, prompts, longest, piece)
-        rate = sum(lengths) / taken["seconds"]
-        yield {"rows": rows, "how": how} | taken | {"tokens_per_second": rate}
+        yield {"rows": rows, "how": how} | taken | {"tokens_per_second": tokens / taken["seconds"]}
+
+
+def log_normal(rows, prompt, mean, longest):
+    """-> (prompts of rows whose lengths are log-normal, the tokens that they will sample)."""
+    mu = math.log(mean) - 0.7**2 / 2
+    lengths = torch.empty(rows).log_normal_(mu, 0.7).clamp(1, longest).long().tolist()
+    return [[prompt + length] + [9] * (prompt - 1) for length in lengths], sum(lengths)
+
+
+def flagship(model, tokenizer, length, repeats, rows=512, prompt=110):
+    """Time the samples of a step of the paper's run, of 1,250 tokens in the mean and at most 4,096.
+    Beside the actor there are the policy's fp32 weights, and Adam's moments, or not."""
+    longest = round(4.096 * length)
+    prompts, tokens = log_normal(rows, prompt, 1.25 * length, longest)
+    for moments, each in ("in CPU memory", 4), ("on the GPU", 12):
+        size = each * sum(p.numel() for p in model.parameters())
+        held = torch.empty(size, dtype=torch.uint8, device=model.device)
+        _, taken = measure(1, generate, model, prompts, longest)
+        del held
+        line = {"rows": rows, "moments": moments, "tokens": tokens} | taken
+        yield line | {"tokens_per_second": tokens / taken["seconds"]}
 
 
 def passages(model, tokenizer, length, repeats, N=16, prompt=320, new=24):
@@ -197,7 +214,9 @@ def updating(model, tokenizer, length, repeats, rows=16):
     yield {"rows": rows, "tokens": tokens} | taken
 
 
-PARTS = {each.__name__: each for each in (scoring, decoding, sampling, passages, updating)}
+PARTS = {
+    each.__name__: each for each in (scoring, decoding, sampling, flagship, passages, updating)
+}
 
 if __name__ == "__main__":
     cli.run_script(main)

@@ -11,21 +11,29 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine import slots
-from engine.sampling import head_dim, sampling_config
+from engine.sampling import sampling_config
 from engine.tokens import vocabulary
-from runtime.cli import as_input_error, message_of, out_of_memory, require, say
+from runtime.cli import as_input_error, message_of, require, say
 
 # A base model ends its text with one token, a chat model its turn with another. Stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SLOTS_ON = "cuda"  # the device of engine/slots.py
+
+
+def add_flags(add):
+    """The flags of every script that loads a model to sample from it: see load."""
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
+    about = "auto: engine/slots.py on a GPU, if the model allows it; generate: Hugging Face's"
+    add("--sampler", default="auto", choices=["auto", "generate"], help=about)
 
 
 def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler: str = "generate"):
     """Load the actor or the verifier -> (model, tokenizer). dtype: "fp32", "bf16", or "auto", which
     is bf16 on a GPU and fp32 on a CPU. sampler: "generate", Hugging Face's, or "auto", which is
-    engine/slots.py where that can sample from the model.
+    engine/slots.py on a GPU that can sample from this model with it.
 
     checks: functions of (model, tokenizer) that raise an error if the model does not do what the
     method assumes: check_sampling, and cer.check_scoring. A verifier that only generates has none.
@@ -36,7 +44,7 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
     with as_input_error(f"{model.config.model_type} is not supported"):
         for check in checks:
             check(model, tokenizer)
-    if sampler == "auto":
+    if sampler == "auto" and model.device.type == SLOTS_ON:
         choose_sampler(model, tokenizer)
     return model, tokenizer
 
@@ -158,31 +166,20 @@ def check_sampling(model, tokenizer):
 def choose_sampler(model, tokenizer):
     """Let engine/slots.py sample from the model, unless a line says why not."""
     prompt = vocabulary(tokenizer).encode(r"so \boxed")
-    reason = wrong_card(model) or why_unfit(model, prompt) or why_wrong(model, prompt)
+    reason = why_unfit(model, prompt) or why_wrong(model, prompt)
     model.sampler = None if reason else slots.generate
     if reason:
         say(f"sampling with Hugging Face's generate(): {reason}")
 
 
-def wrong_card(model):
-    """What engine/slots.py lacks to run at all, or None."""
-    if model.device.type != "cuda" or model.dtype.itemsize != 2:
-        return "engine/slots.py needs a GPU and a type of two bytes"
-    old = torch.cuda.get_device_capability(model.device) < (8, 0)
-    return "engine/slots.py needs a GPU of compute capability 8 or more" if old else None
-
-
 def why_unfit(model, prompt):
-    """What engine/slots.py cannot do for this model, or None."""
+    """Why engine/slots.py cannot sample from this model, or None. Torch's flash attention refuses
+    old cards, types of four bytes, and some sizes of heads by itself."""
     if {type(layer) for layer in DynamicCache(config=model.config).layers} != {DynamicLayer}:
         return "not all of its layers have full attention"
-    if (size := head_dim(model.config)) % 8 or size > 256:
-        return f"its heads have {size} dimensions"
     try:
         slots.generate(model, [prompt], 1)  # without a CUDA graph
     except Exception as error:
-        if out_of_memory(error):
-            raise
         return f"engine/slots.py fails ({message_of(error)})"
 
 

@@ -117,25 +117,15 @@ def moments_on_host(adam, wanted=True):
     and values of samples. Each stays the tensor it is. Its memory is given back and taken again."""
     states = adam.state.values() if wanted else []
     moments = [state[name].to_local() for state in states for name in ("exp_avg", "exp_avg_sq")]
-    sizes = [moment.untyped_storage().nbytes() for moment in moments]
-    if moments and not hasattr(adam, "on_host"):  # pinned memory is slow to make, so it is kept
-        adam.on_host = pinned(moments)
-    for moment, copy in zip(moments, getattr(adam, "on_host", [])):
-        copy.copy_(moment)
+    sizes = [moment.numel() for moment in moments]
+    if moments and not hasattr(adam, "on_host"):
+        # Pinned memory is slow to make, so it is kept. It comes in powers of two, so it is one.
+        adam.on_host = torch.empty(sum(sizes), pin_memory=moments[0].is_cuda)
+    copies = adam.on_host.split(sizes) if moments else []
+    for moment, copy in zip(moments, copies):
+        copy.copy_(moment.flatten())
         moment.untyped_storage().resize_(0)
     yield
-    for moment, copy, size in zip(moments, getattr(adam, "on_host", []), sizes):
-        moment.untyped_storage().resize_(size)
-        moment.copy_(copy)
-
-
-def pinned(tensors):
-    """Memory of the host for a copy of each tensor: views of one buffer for each dtype, since
-    pinned memory comes in powers of two."""
-    views = {}
-    for dtype in {tensor.dtype for tensor in tensors}:
-        same = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        sizes = [tensors[i].numel() for i in same]
-        buffer = torch.empty(sum(sizes), dtype=dtype, pin_memory=tensors[same[0]].is_cuda)
-        views |= zip(same, buffer.split(sizes))
-    return [views[i].view_as(tensor) for i, tensor in enumerate(tensors)]
+    for moment, copy in zip(moments, copies):
+        moment.untyped_storage().resize_(copy.nbytes)
+        moment.copy_(copy.view_as(moment))

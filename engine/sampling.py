@@ -147,16 +147,13 @@ def bytes_of(model):
     """Of a token, its keys and values, and its activations in one layer; six copies of the logits
     of a row."""
     config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    kv = 2 * config.num_hidden_layers * kv_heads * head_dim(config)
+    kv = 2 * config.num_hidden_layers * kv_heads * head_dim
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # as in GPT-2
     layer = 4 * (config.hidden_size + mlp)
     # Qwen3-4B in bf16: 144 KiB of keys and values
     return kv * model.dtype.itemsize, layer * model.dtype.itemsize, 6 * 4 * config.vocab_size
-
-
-def head_dim(config):
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def bytes_that_fit(model):

@@ -11,9 +11,7 @@ from engine import sampling
 from engine.tokens import batches, pad
 from runtime.cli import progress, require
 
-CHOICES, DEFAULT = ["auto", "generate"], "generate"  # until a GPU has confirmed this file
-HELP = "auto: engine/slots.py where it can sample from the model; generate: Hugging Face's"
-ROWS_AT_ONCE = 1024  # whose logits are held
+ROWS_AT_ONCE = 512  # whose logits are held
 READ_AT_ONCE = 8192  # tokens of a prefill
 
 
@@ -63,10 +61,10 @@ def drawing(temperature=1.0, top_p=1.0, top_k=0):
 
 
 def tokens_that_fit(model, rows):
-    """How many tokens' keys and values fit into the free memory, beside the rows' logits and the
-    activations of one layer of a prefill."""
+    """How many tokens' keys and values fit into the free memory, beside the activations of one
+    layer of a prefill, and the rows' logits. Top-p sorts them, which takes 44 bytes for each."""
     kv, layer, logits = sampling.bytes_of(model)
-    taken = READ_AT_ONCE * layer + min(rows, ROWS_AT_ONCE) * logits
+    taken = READ_AT_ONCE * layer + min(rows, ROWS_AT_ONCE) * 2 * logits
     return int((sampling.bytes_that_fit(model) - taken) / kv)
 
 

@@ -12,6 +12,7 @@ def flash(
     """mha_varlen_fwd of flash_api.cpp for one query per row. Row b has seqused_k[b] keys from
     cu_k[b] on."""
     rows, heads, dim = q.shape
+    assert dim % 8 == 0, "head_size should be a multiple of 8"
     for each, size in (cu_q, rows + 1), (cu_k, rows + 1), (seqused_k, rows):
         assert each.dtype == torch.int32 and each.is_contiguous() and each.shape == (size,)
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and k.shape == v.shape

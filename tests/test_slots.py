@@ -2,13 +2,12 @@
 part of a GPU: see emulated.py."""
 
 import importlib
-from types import SimpleNamespace
 from unittest import mock
 
 import emulated
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import needs_cuda, tiny_model
 from transformers import GenerationConfig
 
 from engine import load, sampling, slots
@@ -16,17 +15,19 @@ from engine.slots import Slots
 from runtime.cli import InputError
 
 STOPS = [*range(1, 60, 6)]
+OP = []  # the emulated one
 
 
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch):
     """As if there was one, of a kind that will do."""
     monkeypatch.setattr(slots, "as_graph", emulated.as_graph)
-    monkeypatch.setattr(load, "wrong_card", lambda model: None)
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", emulated.flash, "CPU")
+    monkeypatch.setattr(load, "SLOTS_ON", "cpu")
+    OP.append(torch.library.Library("aten", "IMPL"))
+    OP[0].impl("_flash_attention_forward", emulated.flash, "CPU")
     yield
-    library._destroy()
+    while OP:
+        OP.pop()._destroy()
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -62,6 +63,15 @@ def test_greedy_tokens_are_those_of_generate(model, monkeypatch, fits, piece):
     assert model.config._attn_implementation == "sdpa"
 
 
+def plain_entropy(model, prompt, ids):
+    """-> the mean entropy of the sampled tokens by one forward pass, and their distributions."""
+    logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits
+    logits = logits[0, len(prompt) - 1 : -1].float()
+    logits[:, model.tokenizer_size :] = -torch.inf
+    p = logits.softmax(-1)
+    return torch.special.entr(p).sum(-1).mean().item(), p
+
+
 SCALES = {"granite": {"logits_scaling": 0.5}, "cohere": {"logit_scale": 2.0}}
 
 
@@ -74,10 +84,8 @@ def test_each_token_is_drawn_from_a_plain_forward_pass(family, monkeypatch):
     monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: 500)
     repeated = [prompt for prompt in prompts() for _ in range(2)]
     for prompt, ids, entropy in zip(repeated, *slots.generate(model, repeated, 40, 16)):
-        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        logits[:, model.tokenizer_size :] = -torch.inf
-        p = logits.softmax(-1)
-        assert torch.special.entr(p).sum(-1).mean().item() == pytest.approx(entropy, abs=1e-4)
+        expected, p = plain_entropy(model, prompt, ids)
+        assert entropy == pytest.approx(expected, abs=1e-4)
         assert p.gather(1, torch.tensor(ids)[:, None]).min() > 0
 
 
@@ -136,7 +144,7 @@ def test_wrong_keys_are_found_at_load(model, tokenizer, capfd, monkeypatch, faul
 
 UNFIT = [
     ("mistral", {"sliding_window": 8}, "not all of its layers have full attention"),
-    ("qwen3", {"head_dim": 12}, "its heads have 12 dimensions"),
+    ("qwen3", {"head_dim": 12}, "engine/slots.py fails (head_size should be a multiple of 8"),
     ("stablelm", {"hidden_size": 128}, "missing 1 required keyword-only argument: 'slots'"),
     ("nanochat", {}, None),  # a soft cap of the logits, which the model itself applies
     ("mistral", {"sliding_window": None}, None),
@@ -158,14 +166,25 @@ def test_what_cannot_be_captured_is_an_error_at_load(tokenizer, monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_cpu_and_old_cards_keep_generate(tokenizer, capfd, monkeypatch):
-    monkeypatch.undo()
+def test_what_the_op_refuses_keeps_generate(tokenizer, capfd):
+    """As an old card or fp32 would be: here a CPU, on which torch has no such op."""
+    OP.pop()._destroy()
     sampler, said = chosen(make("qwen3"), tokenizer, capfd)
-    assert sampler is None and "needs a GPU and a type of two bytes" in said
-    card = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    for capability, fit in ((7, 5), False), ((8, 0), True), ((12, 0), True):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert (load.wrong_card(card) is None) == fit
+    assert sampler is None and "engine/slots.py fails (Could not run" in said
+
+
+@needs_cuda
+def test_on_cuda_it_samples_what_plain_passes_say(tokenizer, capfd, monkeypatch):
+    monkeypatch.undo()
+    model = make("qwen3", num_attention_heads=4).cuda()
+    assert (
+        "engine/slots.py fails (FlashAttention only support fp16 and bf16"
+        in chosen(model, tokenizer, capfd)[1]
+    )
+    assert chosen(model.bfloat16(), tokenizer, capfd) == (slots.generate, "")
+    monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: 300)
+    for prompt, ids, entropy in zip(prompts(), *slots.generate(model, prompts(), 40, 12)):
+        assert plain_entropy(model, prompt, ids)[0] == pytest.approx(entropy, abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "judge"])
@@ -174,8 +193,8 @@ def test_scripts_sample_with_it(script, quick, toy_model_dir, monkeypatch, name)
     flags = {"train": f"{quick} --steps 1", "evaluate": some, "judge": f"{some} --samples 2"}[name]
     module = importlib.import_module(name)
     monkeypatch.setattr(slots, "generate", sampled := mock.Mock(side_effect=slots.generate))
-    assert script(module, f"{flags} --out 1")[0] == 0 and not sampled.called  # by default
-    code, _, err = script(module, f"{flags} --sampler auto --out 2")
+    assert script(module, f"{flags} --sampler generate --out 1")[0] == 0 and not sampled.called
+    code, _, err = script(module, f"{flags} --out 2")
     assert code == 0 and "generate()" not in err, err
     assert sampled.call_count > 2  # of which two at load
 
