@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cer import check_scoring
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.load import add_flags, check_sampling, load
-from engine.memory import check_disk, moments_may_move, plan_memory
+from engine.memory import check_disk, is_crowded, plan_memory
 from engine.policy import check_training, copy_weights, make_policy, moments_on_host
 from engine.sampling import positions
 from evaluate import evaluate
@@ -79,6 +79,7 @@ def main():
     first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
     copy_weights(policy, actor)
     check_training(policy, actor)
+    crowded = is_crowded(actor, offload, args.questions * args.samples // world, longest_row)
 
     # The log, and the order of the questions.
     log = RunLog(out, args, data, first_step, last_step)
@@ -101,7 +102,7 @@ def main():
 
         # 1. Sample N solutions and answers to each of this rank's b questions: b groups.
         batch = order[(step - 1) * args.questions : step * args.questions][rank::world]
-        with moments_on_host(optimizer, moments_may_move(actor, offload)):
+        with moments_on_host(optimizer, crowded):
             groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
         log.lap("sample")
 

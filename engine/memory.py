@@ -8,9 +8,9 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from engine.sampling import positions
+from engine.sampling import bytes_of, bytes_that_fit, positions
 from engine.tokens import LOGITS_AT_ONCE
-from runtime.cli import InputError, require
+from runtime.cli import InputError, require, say
 from runtime.files import checkpoints
 from runtime.ranks import all_gather
 
@@ -58,11 +58,19 @@ def check_host(actor):
     require(need < there, f"{says}, and there are {there:.3g}")
 
 
-def moments_may_move(actor, cpu_offload):
-    """Whether policy.moments_on_host may take CPU memory, for engine/slots.py: 8 bytes for each
-    parameter, up to twice that in powers of two, and what a save needs."""
+def is_crowded(actor, cpu_offload, rows, longest_row):
+    """Whether Adam's moments should be in CPU memory while engine/slots.py samples so many rows:
+    their keys and values would not fit beside the moments, and the host has room for these (8 bytes
+    for each parameter, up to twice that in powers of two, and what a save needs)."""
+    if cpu_offload or not getattr(actor, "sampler", None):
+        return False
+    keys_and_values, _, _ = bytes_of(actor)
+    moments = 8 * sum(p.numel() for p in actor.parameters()) / dist.get_world_size()
+    crowded = rows * longest_row * keys_and_values > bytes_that_fit(actor) - moments
     need, there = host_gb(actor)
-    return bool(getattr(actor, "sampler", None)) and not cpu_offload and need < there
+    if crowded and need > there:
+        say(f"Adam's moments stay on the GPU: with {need:.3g} GB of CPU memory they could move")
+    return crowded and need < there
 
 
 def host_gb(actor, of_each=20):

@@ -387,7 +387,7 @@ def test_a_bf16_checkpoint_is_trained_in_fp32(tmp_path):
         assert ours.dtype == torch.float32 and torch.equal(ours.full_tensor(), theirs)
 
 
-def test_moments_on_the_host_change_no_step(monkeypatch):
+def test_moments_on_the_host_change_no_step(monkeypatch, capsys):
     """They lie in one buffer. Where the host has no room they stay on the GPU."""
     rows, found = [TrainingRow([5, 6, 7, 8], [0.0, 1.0, -1.0, 1.0])], {}
     for wanted in False, True:
@@ -406,11 +406,13 @@ def test_moments_on_the_host_change_no_step(monkeypatch):
     assert len({found[True, step] for step in range(3)}) == 3
     assert len({copy.untyped_storage().data_ptr() for copy in adam.on_host}) == 1
     size = sum(p.numel() for p in trained.parameters())
-    assert not memory.moments_may_move(trained.model, False)  # with Hugging Face's generate()
+    assert not memory.is_crowded(trained.model, False, 10**9, 10)  # with Hugging Face's generate()
     trained.model.sampler = slots.generate
     for times, offload, may in (21, False, True), (21, True, False), (19, False, False):
         monkeypatch.setattr(os, "sysconf", lambda name, n=times: n * size if "PHYS" in name else 1)
-        assert memory.moments_may_move(trained.model, offload) == may
+        assert memory.is_crowded(trained.model, offload, 10**9, 10) == may
+        assert not memory.is_crowded(trained.model, offload, 1, 1)
+    assert capsys.readouterr().err.count("moments stay on the GPU") == 1
 
 
 def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
