@@ -288,7 +288,8 @@ def tables(path):
     of_runs = described(samples, pandas.read_csv(f"{path.with_suffix('')}-steps.csv"))
     of_seeds = samples.pivot_table("read", "run", "seed").rename(columns="seed {}".format)
     for corner, table in ("pass@1", compared), ("run", of_runs), ("pass@1", of_seeds):
-        yield markdown(table.map(lambda x: x if isinstance(x, str) else f"{x:.3f}"), corner)
+        shown = table.map(lambda x: x if isinstance(x, str) else f"{x:.3f}").replace("nan", "")
+        yield markdown(shown, corner)
 
 
 def main():
