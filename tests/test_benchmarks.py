@@ -9,6 +9,7 @@ from pathlib import Path
 
 import asked
 import compare_rewards
+import copies
 import gpu
 import numpy
 import own_case
@@ -432,6 +433,28 @@ def test_the_rivals_of_cer_are_those_of_their_csv(monkeypatch):
         assert run in ("overlap", "frozen") or with_error(of).lstrip("-") in PAGE, run
     of = text["text"]["cer"] - text["text"]["verifree"]
     assert with_error(of) in page
+
+
+COPIES = (ROOT / "benchmarks/results/copies.md").read_text()
+
+
+def test_long_boxes_are_counted_in_the_stored_samples():
+    counts = copies.of_runs()
+    assert copies.markdown(counts, "boxes over six words") in COPIES
+    assert copies.with_solutions() in COPIES and "9 of\n372 boxes are long" in PAGE
+    labels = {"nothing": "before", "`cer`": "cer", "`verifree`": "verifree", "`exact`": "exact"}
+    labels |= {"`overlap`": "overlap", "`asked`, of the policy itself": "asked"}
+    for label, run in (labels | {"`asked`, of a frozen 1.5B": "frozen"}).items():
+        share = counts["squad-rivals, 1.5B"][run].split()[-1]
+        assert f"| {label} | {share} |\n" in PAGE, label
+    assert copies.long("a b c d e f g") and not copies.long("a b c d e f")
+
+
+def test_the_toy_with_copies_is_that_of_its_csv():
+    table, difference = copies.of_toy(ROOT / "benchmarks/results/copies-toy.csv")
+    assert table in COPIES and table in PAGE and difference in COPIES
+    primary = re.search(r"`cer - exact` \| (.*), 5 seeds", difference)[1]
+    assert primary.replace("+", "").replace("0.", ".") in " ".join(PAGE.split())
 
 
 def test_the_first_hour_on_a_gpu_is_as_it_was_measured():
