@@ -44,10 +44,12 @@ def two_tables(K, F, slip, skew=0.0, more=None):
     return prior.log().repeat(K, 1).requires_grad_(), phi.requires_grad_()
 
 
-RIGHT, WRONG = 0.70, 0.28  # what a 1.5B model that is asked gives to answers (asked.md)
+# What a 1.5B model that is asked gives to right and wrong answers, and to the question, repeated:
+# in the first trial, and in that of asked.md.
+ASKED, ASKED_LATER = (0.70, 0.28, 0.83), (0.75, 0.24, 0.85)
 
 
-def judge(reward, theta, phi, s, a, reference, M, by_std=False, payment=0.83, more=0):
+def judge(reward, theta, phi, s, a, reference, M, by_std=False, asked=ASKED, more=0):
     """Samples s, a [K, B, N] and references [K, B] -> R [K, B, N], and the losses [K, B]. more: how
     many further answers there are."""
     (K, _, N), values = s.shape, phi.shape[2] - more  # values: the answers that are one
@@ -69,7 +71,7 @@ def judge(reward, theta, phi, s, a, reference, M, by_std=False, payment=0.83, mo
         "CER": R_cer,
         "Rule+CER": (right + R_cer) / 2,  # with a perfect rule
         "average of CER and exact match": (exact + R_cer) / 2,
-        "asked": torch.where(a >= values, payment, torch.where(right > 0, RIGHT, WRONG)),
+        "asked": torch.where(a >= values, asked[2], torch.where(right > 0, *asked[:2])),
     }[reward]
     A = leave_one_out(R)
     # GRPO divides by the group's standard deviation. The paper does not.
@@ -82,11 +84,11 @@ def judge(reward, theta, phi, s, a, reference, M, by_std=False, payment=0.83, mo
 
 def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=100, seeds=200,
           fixed_form=False, optimizer=torch.optim.Adam, lr=0.05, by_std=False,
-          more=None, payment=0.83):  # fmt: skip
+          more=None, asked=ASKED):  # fmt: skip
     """Train one policy per seed -> pass@1, slips left and the share of further answers (see
     two_tables), [3, seeds, steps + 1]. M = None means M = N. With fixed_form the question is the
-    same at every step, and its reference has form 0. payment: what a judge who is asked gives to
-    further answers."""
+    same at every step, and its reference has form 0. asked: what a judge who is asked gives to
+    right, wrong and further answers."""
     torch.manual_seed(0)
     theta, phi = two_tables(seeds, forms, slip, skew, more)
     further = phi.shape[2] - S * forms
@@ -99,7 +101,7 @@ def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=1
         reference = torch.randint(1 if fixed_form else forms, (seeds, questions))
         s = pi_s.multinomial(questions * N, replacement=True).view(seeds, questions, N)
         a = pi_a[torch.arange(seeds)[:, None, None], s].flatten(0, 2).multinomial(1).view_as(s)
-        R, losses = judge(reward, theta, phi, s, a, reference, M or N, by_std, payment, further)
+        R, losses = judge(reward, theta, phi, s, a, reference, M or N, by_std, asked, further)
         optimizer.zero_grad()
         losses.mean(1).sum().backward()  # the policies share no weights
         optimizer.step()
@@ -141,9 +143,10 @@ def draw_asked(out, seeds):
     """With CER, exact match, and a judge who is asked and gives .83 to answers that say nothing,
     which are 2% at the start. Prints a table, too, also with .1% and for judges who give less."""
     curves = {"exact match": {}, "CER": {}}
-    for payment in 0.57, 0.70, 0.83:
-        name = f"asked, nothing receives {payment:.2f}".replace("0.", ".")
-        curves[name] = {"payment": payment}
+    for nothing in 0.57, 0.70, 0.83:
+        name = f"asked, nothing receives {nothing:.2f}".replace("0.", ".")
+        curves[name] = {"asked": (*ASKED[:2], nothing)}
+    curves["asked, as in asked.md"] = {"asked": ASKED_LATER}
     drawn = "exact match", "CER", "asked, nothing receives .83"
     draw_more(out, seeds, NOTHING, "answers that say nothing", (0.001, 0.02), 0.02, curves, drawn)
 
