@@ -242,8 +242,7 @@ def test_the_reader_builds_a_reward(tmp_path):
         await go("own"); $("own").click(); found.push(text("behind-words")); guess("own", 1);
         found.push([...$("biased").rows].slice(1).map(row => row.innerText.split("\\t").slice(1)));
         $("copied").click(); found.push(text("behind-words"), numbers());
-        $("own").click(); found.push(text("behind-words")); $("copied").click();
-        check("back", numbers().answers.length, 4);
+        $("own").click(); found.push(text("behind-words"));
         await go("darts");
         const places = () => all(".dart").flatMap(({ style }) =>
           [style.left, style.bottom].map(x => parseFloat(x).toFixed(3)));
@@ -262,12 +261,8 @@ def test_the_reader_builds_a_reward(tmp_path):
         assert float(R) == pytest.approx(float(rho), abs=0.006)
         assert abs(float(out) - float(rho)) > 0.01
     assert float(biased[2][2]) > float(biased[2][0])  # “18” without its own: too high
-    # A copy of A's working receives A's P, with its own solution (button: back) or without.
     assert copies[0] == "without its own .450, ρ .450" and copied == "R .450, ρ .450"
-    g, likelihood = copies[1]["group"], torch.tensor(copies[1]["likelihood"])
-    check_group(g, likelihood)
-    assert [g["R"][k] for k in (1, 2)] == pytest.approx([0.40, 0.45], abs=0.005) and g["a"][1] == 0
-    assert likelihood.sum(1).tolist() == pytest.approx([1, 1, 1])
+    check_group(copies[1]["group"], torch.tensor(copies[1]["likelihood"]))
 
 
 def test_a_wall_is_dragged(tmp_path):

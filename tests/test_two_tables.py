@@ -65,36 +65,16 @@ def test_the_figure(script):
     assert code == 0 and "forms: 2, lr: 0.1" in printed and Path("runs/two_tables.png").is_file()
 
 
-PAGE = (ROOT / "docs/measurements.md").read_text()
-
-
-def results(name):
-    """-> {(share in %, reward, "pass" or "answers"): means by step, and the lowest and highest}."""
-    text = (ROOT / "benchmarks/results" / name).read_text()
-    line = r"^([\d.]+)% at the start, (\w+).*?  +(\S.*?)  +([\d. ]+)  \((.*) to (.*)\)$"
-    return {
-        (float(share), reward, what): [*map(float, means.split()), float(low), float(high)]
-        for share, what, reward, means, low, high in re.findall(line, text, re.M)
-    }
-
-
-def test_a_judge_who_is_asked_is_as_in_its_results():
-    found = results("two-tables-asked.txt")
-    rows = re.findall(r"^\| ([aCe][^|]*) \|([^|]*)\| ([.\d]+)% ((?:\| [.\d]+ ){6})\|$", PAGE, re.M)
-    assert len(rows) == 8
-    for reward, nothing, share, numbers in rows:
-        name = f"asked, nothing receives{nothing.rstrip()}" if reward == "asked" else reward
-        name = "asked, as in asked.md" if ", as in" in reward else name
-        right, empty = (found[float(share), name, of] for of in ("pass", "answers"))
-        shown = [float(x) for x in re.findall(r"[.\d]+", numbers)]
-        assert shown == pytest.approx([*right[:5], empty[4]], abs=0.0051), name
-
-
 def test_copies_of_the_working_grow_with_cer_alone():
     """The rows of docs/measurements.md are those of the results, whose first 100 steps are taken
     again with 10%."""
-    found = results("two-tables-copies.txt")
-    rows = re.findall(r"^\| ([\w ]+) \| (\d+)% \|(.* to .*)\|$", PAGE, re.M)
+    text = (ROOT / "benchmarks/results/two-tables-copies.txt").read_text()
+    line = r"^([\d.]+)% at the start, (\w+).*?  +(\S.*?)  +([\d. ]+)  \((.*) to (.*)\)$"
+    found = {}
+    for share, what, reward, means, low, high in re.findall(line, text, re.M):
+        found[float(share), reward, what] = [*map(float, means.split()), float(low), float(high)]
+    page = (ROOT / "docs/measurements.md").read_text()
+    rows = re.findall(r"^\| ([\w ]+) \| (\d+)% \|(.* to .*)\|$", page, re.M)
     assert len(rows) == 7
     for reward, share, numbers in rows:
         right, copies = (found[float(share), reward, of] for of in ("pass", "answers"))
