@@ -128,7 +128,7 @@ def text_of(text, most):
 PANELS = {  # name in metrics.jsonl: title
     "reward": "mean reward",
     "pass_at_1": "pass@1, held out",
-    "exact_match": "exact match with the reference",
+    "answer_tokens": "tokens of an answer",
     "zero_advantage_groups": "zero-advantage groups",
     "answered": "samples with an answer",
     "truncated": "samples that were cut off",

@@ -249,6 +249,19 @@ def wordings(samples):
     )
 
 
+def ordered_differently(frame):
+    """Pairs of a right and a wrong answer, ordered by CER and by P, in opposite ways -> how often
+    each is right. Ties are in neither number."""
+    cer_right = P_right = 0
+    for _, group in frame[frame.answered].groupby(level=0):
+        right, wrong = (group[group.right == x] for x in (True, False))
+        by_cer = right.cer.to_numpy()[:, None] - wrong.cer.to_numpy()
+        by_P = right.verifree.to_numpy()[:, None] - wrong.verifree.to_numpy()
+        cer_right += int(((by_cer > 0) & (by_P < 0)).sum())
+        P_right += int(((by_cer < 0) & (by_P > 0)).sum())
+    return cer_right, P_right
+
+
 def beyond_P(samples):
     """Print question 3: where CER differs from P, and who is right there."""
     for which in (0, "all"):
@@ -256,14 +269,8 @@ def beyond_P(samples):
         frame = frame[frame.answered]
         near = ((frame.cer / frame.verifree.clip(lower=1e-30) - 1).abs() < 0.12).mean()
         print(f"reference {which}: R is within 12% of P for {near:.3f} of {len(frame)} samples")
-        count = {"cer": 0, "verifree": 0}
-        for _, group in frame.groupby(level=0):
-            right, wrong = (group[group.right == x] for x in (True, False))
-            cer_ = numpy.sign(right.cer.to_numpy()[:, None] - wrong.cer.to_numpy())
-            P = numpy.sign(right.verifree.to_numpy()[:, None] - wrong.verifree.to_numpy())
-            count["cer"] += int(((cer_ > 0) & (P <= 0)).sum())
-            count["verifree"] += int(((P > 0) & (cer_ <= 0)).sum())
-        print(f"  of the pairs that they order differently each is right in {count}")
+        counts = ordered_differently(frame)
+        print("  of pairs that they order differently CER is right in {}, P in {}".format(*counts))
     answered = samples[samples.answered]
     spread, columns = (answered[name].astype(float) for name in ("spread", "columns"))
     print(f"a posterior spreads over {spread.mean():.2f} of {columns.mean():.2f} columns")

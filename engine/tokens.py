@@ -57,6 +57,7 @@ class Box(NamedTuple):
     solution_length: int  # ids[:solution_length] is the solution; it ends just before the brace
     answer: str
     closing: str  # "}" and the rest of the token that holds it, such as "}.\n"
+    answer_length: int = 0  # sampled tokens that hold a part of the answer
 
 
 # ----------------------------------------------------------------------------------- the vocabulary
@@ -116,11 +117,12 @@ class Vocabulary:
         opening_token = bisect.bisect_right(ends, opening)
         closing_token = bisect.bisect_right(ends, closing)
         rest = self.bytes[ids[closing_token]][closing - ends[closing_token] :]
+        length = 1 + bisect.bisect_left(ends, closing) - bisect.bisect_right(ends, opening + 1)
         try:
             answer = answer.decode("utf-8")
         except UnicodeDecodeError:  # half a character is no text
             return None
-        return Box(opening_token, answer, rest.decode("utf-8", "replace"))
+        return Box(opening_token, answer, rest.decode("utf-8", "replace"), length)
 
 
 def vocabulary(tokenizer):

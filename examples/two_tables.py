@@ -108,6 +108,11 @@ for when, (theta, phi) in {"before": policy(), "after": train("CER", seed=6)[1:]
 #        phi = value.log().repeat_interleave(F, dim=1) + 2 * torch.randn(F).repeat(S)
 #
 # 4. Fix the form. Set a_star = 0 in train, and STEPS = 100. Which reward gains by that, and why?
+#
+# 5. Let one answer in ten copy its solution, and set STEPS = 100. After the line of phi, write
+#        phi = torch.cat([phi, torch.eye(S).mul(F / 9).add(1e-9).log()], dim=1)
+#    No other solution gives this answer (6a copies solution 0). In the first group, what does 6a
+#    get, and what 0j? What becomes of such answers with each reward?
 
 # %% [markdown]
 # What comes out. The numbers are pass@1, the mean over 5 seeds.
@@ -128,3 +133,7 @@ for when, (theta, phi) in {"before": policy(), "after": train("CER", seed=6)[1:]
 # |   | CER, unequal forms           | .54     | .93     | some of them order the answers wrongly. |
 # | 4 | exact match, fixed form      | .39     | .98     | Exact match makes this form likelier,   |
 # |   | CER, fixed form              | .66     | .94     | and so gets a reward more often.        |
+# | 5 | exact match, with copies     | .27     | .84     | In the first group 6a gets the P of its |
+# |   | CER, with copies             | .56     | .66     | own solution, .039, and 0j only .035.   |
+# |   |                              |         |         | Exact match never rewards 6a. At the    |
+# |   |                              |         |         | end .29 and .02 of all answers copy.    |

@@ -18,7 +18,7 @@ from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 TINY = 1e-6  # rewards below this teach next to nothing
-IN_THE_LOG = "reward", "answered", "truncated", "zero_advantage_groups", "entropy"
+IN_THE_LOG = "reward", "answered", "answer_tokens", "zero_advantage_groups", "entropy"
 
 
 # --------------------------------------------------------------------------------------- in numbers
@@ -36,6 +36,7 @@ def group_metrics(judged, R, A):
         "reward": R.mean().item(),
         "exact_match": sum(verbatim(a, group.problem.references) for a in group.answers) / N,
         "answered": sum(bool(answer) for answer in group.answers) / N,  # an empty box is none
+        "answer_tokens": sum(box.answer_length for box in group.boxes if box and box.answer) / N,
         "truncated": sum(group.truncated) / N,
         "unique_answers": len({*group.answers} - {None, ""}),
         "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
@@ -198,9 +199,7 @@ class RunLog:
         sample = lines[0]
         a_star = " or ".join(sample["references"])
         right = "right" if sample["right"][0] else f"wrong, a* is {a_star}"
-        question, text = (
-            " ".join(part.split()) for part in (sample["question"], sample["texts"][0])
-        )
+        question, text = (" ".join(x.split()) for x in (sample["question"], sample["texts"][0]))
         say(f"  a sample: {question[-100:]} -> {text[-160:]}  ({right})")
 
     def start(self):
@@ -218,6 +217,7 @@ class RunLog:
         """Write a step and print it. Its numbers are means over the groups of all ranks."""
         described = all_gather([group_metrics(*each) for each in zip(judged, R, A)])
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
+        line["answer_tokens"] /= line["answered"] or 1  # the mean of the samples with an answer
         sampled = line["completion_tokens"] * R.shape[1] * len(described)
         line["tokens_per_second"] = sampled / sum(self.seconds.values())
         append_rows(self.out / "metrics.jsonl", [line])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import asked
 import compare_rewards
+import copies
 import gpu
 import numpy
 import own_case
@@ -110,7 +111,12 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
     table = PEOPLE.split("\n\nAUC is that of")[0]
     for k, label in enumerate(LABELS.values()):
         assert shown(table, label) == near(numpy.array(columns)[:, k])
-    assert "CER is right in 46 and $P$ in 16" in PEOPLE
+    there, new = own_case_samples("fairytaleqa"), asked.read_csv(ASKED)
+    for of, said in (frame, "CER is right in 45 and $P$ in 16"), (new, "questions in 7 and 10."):
+        found = own_case.ordered_differently(of)
+        assert said in PEOPLE and [*found] == [int(x) for x in re.findall(r"\d+", said)]
+    found = own_case.ordered_differently(own_case.with_rewards(there, "all"))
+    assert found == (12, 17) and "(On FairytaleQA it is right in 12 and $P$ in 17" in PEOPLE
     frame = own_case.with_rewards(own_case_samples("math500"), "all")
     rewards = ["cer", "verifree", "exact", "overlap"]
     aucs = judge.question_aucs(frame[frame.answered], rewards)
@@ -388,7 +394,7 @@ def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     assert with_error(read["read"]["cer0"] - read["read"]["any-box0"]) in second
 
 
-def check_runs(page, text, reading):
+def check_runs(page, text, reading, except_for=()):
     """The rows of a table of runs, and the changes by the reading in docs/measurements.md."""
     for run in text["text"]:
         expected = [*means_and_changes(text, run, "text"), text["answered"][run].mean()]
@@ -397,7 +403,7 @@ def check_runs(page, text, reading):
         label = run if run == "before" else f"`{run}`"
         assert shown(page, label) == near(expected, 0.00051), run
         change = reading["read"][run] - reading["read"]["before"]
-        assert run == "before" or with_error(change) in PAGE, run
+        assert run in ("before", *except_for) or with_error(change) in PAGE, run
 
 
 def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
@@ -426,13 +432,52 @@ def test_the_rivals_of_cer_are_those_of_their_csv(monkeypatch):
     exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
     text, reading = names["by_text"], names["by_reading"]
     assert f"{len(reading)} questions are left" in page
-    check_runs(page, text, reading)
+    check_runs(page, text, reading, except_for=["asked"])  # which has one seed, one start
     for run in "exact", "verifree", "overlap", "frozen":
         of = reading["read"]["cer"] - reading["read"][run]
         assert with_error(of) in page.replace("\n", " "), run
         assert run in ("overlap", "frozen") or with_error(of).lstrip("-") in PAGE, run
     of = text["text"]["cer"] - text["text"]["verifree"]
     assert with_error(of) in page
+    read = names["read"]
+    of = read.groupby(["run", "seed", "line"]).read.mean()
+    assert with_error(of["asked", 0] - of["before", 0]) in PAGE
+    by_seed = [(of["verifree", seed] - of["cer", seed]).mean() for seed in (0, 1)]
+    assert "it is {:.3f} and {:.3f},".format(*by_seed).replace("0.", ".") in PAGE
+    # How much of it is boxing.
+    means = read.groupby("run")[["answered", "read"]].mean()
+    table = PAGE.split("| of these, right |")[1].split("\n\n")[0]
+    for run in "before", "cer", "exact", "verifree":
+        label = "nothing" if run == "before" else f"`{run}`"
+        answered, right = means.loc[run]
+        assert shown(table, label) == near([answered, right / answered], 0.00051)
+    more = (means.answered["cer"] - means.answered["before"]) * means.read["before"]
+    assert more / means.answered["before"] == pytest.approx(0.25, abs=0.005)
+    assert with_error(names["of_all"]) in PAGE and with_error(names["of_all"]) in page
+
+
+COPIES = (ROOT / "benchmarks/results/copies.md").read_text()
+
+
+def test_long_boxes_are_counted_in_the_stored_samples():
+    counts = copies.of_runs()
+    assert copies.markdown(counts, "boxes over six words") in COPIES
+    assert copies.with_solutions() in COPIES and "9 of\n372 boxes are long" in PAGE
+    labels = {"nothing": "before", "`cer`": "cer", "`verifree`": "verifree", "`exact`": "exact"}
+    labels |= {"`overlap`": "overlap", "`asked`, of the policy itself": "asked"}
+    for label, run in (labels | {"`asked`, of a frozen 1.5B": "frozen"}).items():
+        share = counts["squad-rivals, 1.5B"][run].split()[-1]
+        assert f"| {label} | {share} |\n" in PAGE, label
+
+
+def test_the_toy_with_copies_is_that_of_its_csv():
+    table, difference = copies.of_toy(ROOT / "benchmarks/results/copies-toy.csv")
+    assert table in COPIES and table in PAGE and difference in COPIES
+    primary = re.search(r"`cer - exact` \| (.*), 5 seeds", difference)[1]
+    assert primary.replace("+", "").replace("0.", ".") in " ".join(PAGE.split())
+    others = pandas.read_csv(ROOT / "benchmarks/results/toy-seeds-0-19.csv").query("seed < 5")
+    others = others.groupby("name")["pass@1 end"].mean()
+    assert others[["cer", "exact"]].tolist() == near([0.92, 0.71])
 
 
 def test_the_first_hour_on_a_gpu_is_as_it_was_measured():

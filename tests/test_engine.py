@@ -61,13 +61,14 @@ def test_sampled_ids_are_cut_as_they_are(qwen_tokenizer):
     break a character in two."""
     vocab = vocabulary(qwen_tokenizer)
     letters, half = [i for c in r"so \boxed" for i in vocab.encode(c)], [vocab.bytes.index(b"\xf0")]
-    cases = [  # solution, what follows -> answer, closing
-        (letters, vocab.encode("{14}$."), "14", "}"),
-        (letters, vocab.encode("{14}\n$$"), "14", "}\n"),  # one token
-        (half + letters, vocab.encode("{14}"), "14", "}"),
+    cases = [  # solution, what follows -> answer, closing, tokens of the answer
+        (letters, vocab.encode("{14}$."), "14", "}", 2),
+        (letters, vocab.encode("{14}\n$$"), "14", "}\n", 2),  # one token
+        (half + letters, vocab.encode("{14}"), "14", "}", 2),
+        (letters, [vocab.bytes.index(b"{("), *vocab.encode("1)}")], "(1)", "}", 3),
     ]
-    for solution, rest, answer, closing in cases:
-        assert vocab.locate_answer(solution + rest) == (len(solution), answer, closing)
+    for solution, rest, *expected in cases:
+        assert vocab.locate_answer(solution + rest) == (len(solution), *expected)
     no_text = [*letters, *vocab.encode("{"), *half, *vocab.encode("}")]
     assert vocab.locate_answer(no_text) is None
 

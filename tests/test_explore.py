@@ -241,6 +241,8 @@ def test_the_reader_builds_a_reward(tmp_path):
         found.push(text("behind-words"));
         await go("own"); $("own").click(); found.push(text("behind-words")); guess("own", 1);
         found.push([...$("biased").rows].slice(1).map(row => row.innerText.split("\\t").slice(1)));
+        $("copied").click(); found.push(text("behind-words"), numbers());
+        $("own").click(); found.push(text("behind-words"));
         await go("darts");
         const places = () => all(".dart").flatMap(({ style }) =>
           [style.left, style.bottom].map(x => parseFloat(x).toFixed(3)));
@@ -250,7 +252,7 @@ def test_the_reader_builds_a_reward(tmp_path):
         check("others", places().join() !== before);
         const mine = state.seed; await go("slip"); await go("row");
         check("my group is still here", state.seed, mine);"""
-    some, g, whole, without, biased = in_browser(tmp_path, steps)
+    some, g, whole, without, biased, *copies, copied = in_browser(tmp_path, steps)
     W, P = torch.tensor(g["W"])[0], torch.tensor(g["P"])
     level = [short((W * P)[keep].sum() / W[keep].sum()) for keep in ([1, 7, 4], slice(1, 8))]
     assert [some, without] == [f"so far {level[0]}, ρ .443", f"without its own {level[1]}, ρ .443"]
@@ -259,6 +261,8 @@ def test_the_reader_builds_a_reward(tmp_path):
         assert float(R) == pytest.approx(float(rho), abs=0.006)
         assert abs(float(out) - float(rho)) > 0.01
     assert float(biased[2][2]) > float(biased[2][0])  # “18” without its own: too high
+    assert copies[0] == "without its own .450, ρ .450" and copied == "R .450, ρ .450"
+    check_group(copies[1]["group"], torch.tensor(copies[1]["likelihood"]))
 
 
 def test_a_wall_is_dragged(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import group_of, tiny_model
+from conftest import group_of, steps_of, tiny_model
 
 import train
 from reward_functions import Judged
@@ -46,7 +46,7 @@ def test_a_groups_numbers_by_hand(tokenizer):
     of_solution += [len(tokenizer.encode(s)) for s in (r"3*4 \boxed", r"\boxed")]
     of_solution[2] = of_completion[2]  # all of it, with the stop token
     expected |= {"completion_tokens": sum(of_completion) / 5, "unique_answers": 2}
-    expected |= {"solution_tokens": sum(of_solution) / 5}
+    expected |= {"solution_tokens": sum(of_solution) / 5, "answer_tokens": 4 / 5}  # 7, "", 12, 7
     assert report.group_metrics(judged, R, R - 0.1) == pytest.approx(expected)
     assert report.group_metrics(plain, R, 0 * R)["zero_advantage_groups"] == 1
     several = Judged(group_of(tokenizer, texts, ["seven", "7", "12"]), None, None)
@@ -84,6 +84,8 @@ def test_a_log_has_a_line_a_step(finished_run):
     assert "1 x cpu" in second and third.startswith("memory: 4,096 tokens in a micro-batch")
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 4 and "\r" not in err
+    for line in steps_of(finished_run):
+        assert line["answer_tokens"] >= line["answered"] > 0  # a token or more in each box
     numbers = "  ".join(rf"{name} \S+" for name in report.IN_THE_LOG)
     assert re.fullmatch(rf"step 4/4  {numbers}  \S+ s/step  eta 0:00:00", steps[3])
     assert re.search(r"before training  pass@1 \S+ ± \S+\n  a sample: .* -> .*\((righ|wron)", err)

@@ -221,21 +221,73 @@ def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
     assert lean[0, 2].item() == approx(0.106, abs=0.0006)
 
 
-def test_an_answer_that_says_nothing_can_grow_while_nearly_all_work_is_wrong():
-    """Exact steps on the eggs, with rho held fixed. In the end it dies out."""
-    empty = torch.cat([0.98 * EGGS, torch.full((3, 1), 0.02)], 1)
-    logits = table(0.05, 0.9, 0.05).log(), empty.log()
-    shares = []
-    for _ in range(4000):
+def flow(prior, likelihood, steps=4000):
+    """Exact steps, with rho held fixed in each -> the policies [steps + 1, S] and [.., S, A]."""
+    logits, policies = (prior.log(), likelihood.clamp_min(1e-9).log()), []
+    for _ in range(steps + 1):
         prior, likelihood = (x.softmax(-1) for x in logits)
-        shares.append((prior @ likelihood)[-1].item())
+        policies.append((prior, likelihood))
         rho = rho_of(prior, likelihood)
         advantage = rho - (prior @ likelihood) @ rho
         of_solution = likelihood @ advantage  # and, given the solution, of each answer:
         of_answer = advantage - of_solution[:, None]
-        steps = prior * of_solution, prior[:, None] * likelihood * of_answer
-        logits = tuple(x + step for x, step in zip(logits, steps))
-    assert [shares[0], max(shares), shares[-1]] == approx([0.020, 0.032, 0.007], abs=0.0005)
+        change = prior * of_solution, prior[:, None] * likelihood * of_answer
+        logits = tuple(x + step for x, step in zip(logits, change))
+    return map(torch.stack, zip(*policies))
+
+
+def test_an_answer_that_says_nothing_can_grow_while_nearly_all_work_is_wrong():
+    """In the end it dies out, right work nearly, too, and wrong work has learned to say "14"."""
+    empty = torch.cat([0.98 * EGGS, torch.full((3, 1), 0.02)], 1)
+    prior, likelihood = flow(table(0.05, 0.9, 0.05), empty)
+    shares = (prior[:, None] @ likelihood)[:, 0, 4]
+    assert [*shares[[0, -1]], shares.max()] == approx([0.020, 0.007, 0.032], abs=0.0005)
+    A, B, says_14 = prior[:, 0], prior[:, 1], likelihood[:, 1, 0]
+    assert [A[0], A.max(), A[-1], B[-1]] == approx([0.05, 0.090, 0.009, 0.990], abs=0.0005)
+    assert [says_14[0], says_14[-1]] == approx([0.049, 0.764], abs=0.0005)
+
+
+def test_an_answer_that_says_nothing_gains_where_other_samples_have_no_box():
+    """All groups of three whose first sample says nothing; the others have no box (None), or one
+    with any answer. It gains what they lack: 40% of the mean, if 60% have one."""
+    likelihood = torch.cat([0.98 * EGGS, torch.full((3, 1), 0.02)], 1)
+    mean = (PRIOR @ likelihood)[0].item()
+    for boxed, gained in (1.0, 0.0), (0.6, 0.106):
+        probability = {None: 1 - boxed} | {s: boxed * PRIOR[s] for s in range(3)}
+        advantage = 0.0
+        for own, *others in itertools.product(range(3), probability, probability):
+            p = PRIOR[own] * probability[others[0]] * probability[others[1]]
+            others = [s for s in others if s is not None]
+            columns = likelihood[[own, *others]]
+            R = cer(columns.T.log(), columns[:, 0].log())  # of every answer
+            advantage += p * (R[4] - sum(likelihood[s] @ R for s in others) / 2)
+        assert (1 - boxed) * mean == approx(gained, abs=0.0005)
+        assert advantage == approx((1 - boxed) * mean, abs=1e-6)
+
+
+def copying(share):
+    """The eggs with answers that copy the working: so many after A, B and C, each its own."""
+    return torch.cat([(1 - share) * EGGS, share * torch.eye(3)], 1)
+
+
+def test_a_copy_of_right_working_receives_more_than_the_reference():
+    """Its solution's P, as with VeriFree. Also without the own column, where another A explains it,
+    but not beside exact match. In exact steps copies then die out, or grow, while the mean reward,
+    that is, the reference, rises with right work."""
+    expected = {0.02: [0.455, 0.434, 0.490, 0.266], 0.1: [0.418, 0.399, 0.450, 0.244]}
+    ends = {0.02: [0.001, 0.977], 0.1: [0.008, 0.954], 0.3: [0.455, 0.406]}
+    for share, numbers in (expected | {0.3: [0.325, 0.310, 0.350, 0.190]}).items():
+        likelihood = copying(share)
+        rho, mean = rho_of(PRIOR, likelihood), (PRIOR @ likelihood)[0]
+        assert [*rho[[0, 1, 4]], mean] == approx(numbers, abs=0.0005)
+        assert rho[4:] == approx(likelihood[:, 0])  # P
+        prior, after = (x[-1] for x in flow(PRIOR, likelihood))
+        assert [(prior @ after)[4:].sum(), (prior @ after)[0]] == approx(ends[share], abs=0.0005)
+    with_exact = (rho_of(PRIOR, copying(0.02)) + torch.eye(7)[0]) / 2
+    assert with_exact[[0, 4]].tolist() == approx([0.728, 0.245], abs=0.0005)
+    columns = copying(0.02)[[0, 1]]  # of another A and of B, for a sample with A
+    R = cer(columns.T.log(), columns[:, 0].log())
+    assert [R[0], R[4]] == approx([0.450, 0.490], abs=0.0005)
 
 
 def test_between_1_and_N_columns_the_mean_is_a_little_off():

@@ -2,15 +2,17 @@
 
 import contextlib
 import io
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
 import two_tables_figure
-from two_tables_figure import judge, two_tables
+from two_tables_figure import COPIES, judge, train, two_tables
 
-EXAMPLE = Path(two_tables_figure.__file__).parents[1] / "examples" / "two_tables.py"
+ROOT = Path(two_tables_figure.__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "two_tables.py"
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +63,28 @@ def test_the_figure(script):
     small = "--forms 2 --lr .05 .1 --steps 4 --seeds 2"
     code, printed, _ = script(two_tables_figure, small)
     assert code == 0 and "forms: 2, lr: 0.1" in printed and Path("runs/two_tables.png").is_file()
+
+
+def test_copies_of_the_working_grow_with_cer_alone():
+    """The rows of docs/measurements.md are those of the results, whose first 100 steps are taken
+    again with 10%."""
+    text = (ROOT / "benchmarks/results/two-tables-copies.txt").read_text()
+    line = r"^([\d.]+)% at the start, (\w+).*?  +(\S.*?)  +([\d. ]+)  \((.*) to (.*)\)$"
+    found = {}
+    for share, what, reward, means, low, high in re.findall(line, text, re.M):
+        found[float(share), reward, what] = [*map(float, means.split()), float(low), float(high)]
+    page = (ROOT / "docs/measurements.md").read_text()
+    rows = re.findall(r"^\| ([\w ]+) \| (\d+)% \|(.* to .*)\|$", page, re.M)
+    assert len(rows) == 7
+    for reward, share, numbers in rows:
+        right, copies = (found[float(share), reward, of] for of in ("pass", "answers"))
+        expected = [right[0], right[1], right[3], right[4], *right[5:], copies[4]]
+        shown = [float(x) for x in re.findall(r"[.\d]+", numbers)]
+        assert shown == pytest.approx(expected, abs=0.0051), (reward, share)
+        if share == "10":
+            again = train(reward, seeds=50, more=0.1 * COPIES).mean(1)
+            first = [again[0, 0], again[0, -1], again[2, -1]]
+            assert first == pytest.approx([*right[:2], copies[1]], abs=0.02), reward
+            assert reward != "CER" or again[0].max() == pytest.approx(0.73, abs=0.01)
+    others = [of for (_, reward, what), of in found.items() if reward != "CER" and what == "pass"]
+    assert min(of[4] for of in others) > 0.99
