@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import SHARED, group_of, tiny_model
-from one_file import log_pi
+from one_file import log_pi_all_ways as log_pi
 
 from engine.tokens import Box, split_answer, vocabulary
 from reward_functions import (
