@@ -43,8 +43,8 @@ def result_of(work):
 
 
 def count_answers(model, tokenizer, questions, N):
-    """Sample questions that were not trained on -> shares of right answers, slips and wrong work,
-    and of the right answers that of each form."""
+    """Sample questions that were not trained on -> shares of right answers, slips and wrong
+    solutions, and of the right answers that of each form."""
     torch.manual_seed(0)
     kinds = Counter()
     forms = Counter()
