@@ -80,12 +80,12 @@ class Scores:
         exclude each other, so their probabilities add up: P_j = sum_k pi(a*_k | s_j)."""
         return self.log_references.logsumexp(0)
 
-    def cer(self):
+    def R_of_samples(self):
         """R [N]. Without an answer, or with an empty box, which states none, it is 0."""
         reward_of = dict(zip(self.distinct_answers, cer(self.log_W, self.log_P).tolist()))
         return torch.tensor([reward_of[answer] if answer else 0.0 for answer in self.answers])
 
-    def verifree(self):
+    def P_of_samples(self):
         """VeriFree's reward, P of each sample's own solution [N]. 0 without a closed box, since
         nothing says where the solution ends."""
         P = torch.zeros(len(self.answers))
@@ -152,7 +152,7 @@ def rewards(
     if padded and padding != tokenizer.bos_token_id:  # some prompts begin with it rightly
         raise ValueError("prompt or completions are padded on the left: pass them without padding")
     scores = score(model, tokenizer, prompt, completions, reference, M)
-    return scores.cer(), scores
+    return scores.R_of_samples(), scores
 
 
 def check_inputs(prompt, completions, references, M):

@@ -20,7 +20,7 @@ from engine.memory import check_disk, plan_memory
 from engine.policy import check_training, copy_weights, make_policy
 from engine.sampling import positions
 from evaluate import evaluate
-from reward_functions import REWARDS, judge, rewards, why_not_asked
+from reward_functions import REWARDS, R_by_name, judge, why_not_asked
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime.files import read_config
@@ -110,7 +110,7 @@ def main():
 
         # 3. Reward: a function of what they said, with CER R = D^-1 W P (Eq. 8). R [b, N]. No
         # gradient flows through it.
-        R = rewards(args.reward, judged)
+        R = R_by_name(args.reward, judged)
 
         # 4. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
         A = leave_one_out(R)

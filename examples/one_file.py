@@ -79,7 +79,7 @@ def log_pi(model, tokenizer, context, answer):
     return logp[range(len(tokens)), tokens].sum()
 
 
-def rewards(model, tokenizer, prompt, completions, reference):
+def naive_rewards(model, tokenizer, prompt, completions, reference):
     """R [N] of the completions of one question. Without a closed box, or with an empty one, it is
     0. An empty box keeps its column in W, since its solution is a sample like any other."""
     boxes = [cut(tokenizer, ids) for ids in completions]
@@ -122,7 +122,7 @@ def main():
         for question in order.sample(questions, B):
             prompt = tokenizer.encode(question["question"] + "\n")  # as in the supervised start
             completions = sample(model, tokenizer, prompt)
-            R = rewards(model, tokenizer, prompt, completions, question["answer"])
+            R = naive_rewards(model, tokenizer, prompt, completions, question["answer"])
             A = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
             # R and A are constants (see no_grad above). With a gradient through R the step
             # would be exact match's in expectation, since CER and exact match have the same mean.
