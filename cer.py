@@ -26,8 +26,11 @@ because over the model's own answers both have the same mean (Theorem 2).
 In the code W has one row for each of the U distinct answers, since equal answers have equal rows,
 and one column for each sample with a closed box. The file has four parts: Eq. 8; `rewards`, from
 the sampled tokens of one question to R; W and P from a model; and what only Eq. 3 and the paper's
-Table 3 need. docs/lesson.md builds all this from nothing, and examples/one_file.py computes the
-same R slowly, in plain lines. Read them first.
+Table 3 need.
+
+The order to read in: README; docs/lesson.md, which builds all this from nothing;
+examples/one_file.py, which computes the same R slowly, in plain lines; this file, rollout.py,
+rloo.py and train.py; and examples/two_tables.py.
 
 For another trainer copy this file and engine/tokens.py, and leave a line such as
 "copied from REPOSITORY at COMMIT, MIT licence".
@@ -77,12 +80,12 @@ class Scores:
         exclude each other, so their probabilities add up: P_j = sum_k pi(a*_k | s_j)."""
         return self.log_references.logsumexp(0)
 
-    def cer(self):
+    def R_of_samples(self):
         """R [N]. Without an answer, or with an empty box, which states none, it is 0."""
         reward_of = dict(zip(self.distinct_answers, cer(self.log_W, self.log_P).tolist()))
         return torch.tensor([reward_of[answer] if answer else 0.0 for answer in self.answers])
 
-    def verifree(self):
+    def P_of_samples(self):
         """VeriFree's reward, P of each sample's own solution [N]. 0 without a closed box, since
         nothing says where the solution ends."""
         P = torch.zeros(len(self.answers))
@@ -149,7 +152,7 @@ def rewards(
     if padded and padding != tokenizer.bos_token_id:  # some prompts begin with it rightly
         raise ValueError("prompt or completions are padded on the left: pass them without padding")
     scores = score(model, tokenizer, prompt, completions, reference, M)
-    return scores.cer(), scores
+    return scores.R_of_samples(), scores
 
 
 def check_inputs(prompt, completions, references, M):
@@ -183,10 +186,10 @@ def answer_logprobs(model, tokenizer, contexts: list[list[int]], answers: list[s
 
     What is scored is a *finished* answer, with its closing brace. Without the brace "1" would
     collect the probability of "14", "15" and "10/3"; the sum over answers could exceed 1 and
-    Theorem 2 would not hold. As in examples/one_file.py (log_pi), the probability is the sum over
-    all ways to write the answer: a beginning t_1..t_i of its tokens, then one of the tokens that
-    close the box there, in both of its spellings. Still rarer ways are left out, so the score is a
-    lower bound (docs/measurements.md compares it with a real model's samples).
+    Theorem 2 would not hold. As in examples/one_file.py (log_pi_all_ways), the probability
+    is the sum over all ways to write the answer: a beginning t_1..t_i of its tokens, then one of
+    the tokens that close the box there, in both of its spellings. Still rarer ways are left out, so
+    the score is a lower bound (docs/measurements.md compares it with a real model's samples).
 
     Cost: what a batch of contexts shares, such as the prompt, is read once. Then one forward pass
     keeps their keys and values, and usually one more reads all answers after each of them. A naive

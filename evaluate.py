@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.load import add_flags, check_sampling, load
 from engine.sampling import positions
-from reward_functions import REWARDS, judge, judge_nothing, rewards
+from reward_functions import REWARDS, R_by_name, judge, judge_nothing
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
@@ -42,7 +42,7 @@ def sample_and_judge(model, tokenizer, problems, N, tokens, at_once, names=(), o
         for k, judged in enumerate(judge(groups, judges, model, tokenizer, other=other)):
             line = group_record(judged, index=start + rank + world * k)
             if names:
-                line["rewards"] = {name: rewards(name, [judged])[0].tolist() for name in names}
+                line["rewards"] = {name: R_by_name(name, [judged])[0].tolist() for name in names}
                 line["R"] = line["rewards"][names[0]]
                 line["nothing"] = judge_nothing(judged, names, model, tokenizer, other)
             lines.append(line)

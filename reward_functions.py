@@ -160,7 +160,7 @@ def judge_nothing(judged, names, actor, tokenizer, other=None) -> dict[str, floa
 
 def conditional_expectation(judged):
     """Conditional Expectation Reward, R = D^-1 W P (Eq. 8). The actor itself is the judge."""
-    return judged.scores.cer()
+    return judged.scores.R_of_samples()
 
 
 def exact_match(judged):
@@ -177,7 +177,7 @@ def verdict(judged):
 def verifree(judged):
     """VeriFree: R_i = P_i = pi(a*|s_i, q), whatever answer was sampled. (An answer is needed only
     to know where the solution ends.) The update teaches a* in its place (rloo.verifree_rows)."""
-    return judged.scores.verifree()
+    return judged.scores.P_of_samples()
 
 
 def overlap(judged):
@@ -233,7 +233,7 @@ REWARDS = {
 }
 
 
-def rewards(name: str, judged: list[Judged]) -> torch.Tensor:
+def R_by_name(name: str, judged: list[Judged]) -> torch.Tensor:
     """R [B, N] of a step, checked."""
     R = [REWARDS[name].of(each) for each in judged]
     for R_group, each in zip(R, judged):

@@ -20,7 +20,7 @@ from engine.memory import check_disk, is_crowded, plan_memory
 from engine.policy import check_training, copy_weights, make_policy, moments_on_host
 from engine.sampling import positions
 from evaluate import evaluate
-from reward_functions import REWARDS, judge, rewards, why_not_asked
+from reward_functions import REWARDS, R_by_name, judge, why_not_asked
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime.files import read_config
@@ -69,7 +69,8 @@ def main():
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
 
-    # The policy is trained, and copied to the actor after each step.
+    # The policy is trained, and copied to the actor after each step. They are two because Adam's
+    # small steps need fp32 (on several GPUs in shards), and sampling needs whole weights, in bf16.
     longest_row = longest + args.max_new_tokens + longest_reference(tokenizer, problems)
     token_budget, offload, memory_line = plan_memory(
         actor, longest_row, args.microbatch_tokens, args.cpu_offload
@@ -110,13 +111,15 @@ def main():
         judged = judge(groups, reward.judges, actor, tokenizer, args.m, other)
         log.lap("reward")
 
-        # 3. Reward: a function of what they said. R [b, N]. No gradient flows through it.
-        R = rewards(args.reward, judged)
+        # 3. Reward: a function of what they said, with CER R = D^-1 W P (Eq. 8). R [b, N]. No
+        # gradient flows through it.
+        R = R_by_name(args.reward, judged)
 
         # 4. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
         A = leave_one_out(R)
 
-        # 5. Update: one optimizer step on all ranks' rows, token ids with a weight on every token.
+        # 5. Update: one optimizer step on the mean of -A log pi (VeriFree has a loss of its own).
+        # All ranks' rows are token ids with a weight on every token, which is the sample's A.
         rows = []
         for each, R_group, A_group in zip(judged, R, A):
             rows += reward.rows(each, R_group, A_group, tokenizer)

@@ -43,8 +43,8 @@ def result_of(work):
 
 
 def count_answers(model, tokenizer, questions, N):
-    """Sample questions that were not trained on -> shares of right answers, slips and wrong work,
-    and of the right answers that of each form."""
+    """Sample questions that were not trained on -> shares of right answers, slips and wrong
+    solutions, and of the right answers that of each form."""
     torch.manual_seed(0)
     kinds = Counter()
     forms = Counter()
@@ -56,8 +56,8 @@ def count_answers(model, tokenizer, questions, N):
                 forms[form_of(answer)] += 1
             else:
                 slip = result_of(work) == toy.value_of(reference)
-                kinds["slip" if slip else "wrong work"] += 1
-    shares = {kind: kinds[kind] / kinds.total() for kind in ("right", "slip", "wrong work")}
+                kinds["slip" if slip else "wrong solution"] += 1
+    shares = {kind: kinds[kind] / kinds.total() for kind in ("right", "slip", "wrong solution")}
     for form in toy.FORMS:
         form = form.format(n=14, word="fourteen", unit="eggs")
         shares[f"right, as {form}"] = forms[form] / max(1, forms.total())

@@ -1,6 +1,7 @@
 # %% [markdown]
 """The method with a policy that is no network, only two tables. The file ends with exercises.
-The whole method with a language model is one_file.py.
+It is the last to read: README, docs/lesson.md, one_file.py (the whole method with a language
+model), then cer.py, rollout.py, rloo.py and train.py come before it.
 
     python examples/two_tables.py     # ten seconds on one core
 

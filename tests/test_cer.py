@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import group_of, on_devices, tiny_model
-from one_file import log_pi, log_probs
+from one_file import log_pi_all_ways as log_pi
+from one_file import log_probs
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast

@@ -32,10 +32,13 @@ def test_the_rewards_are_those_of_one_file(sampled):
     for group in groups:
         inputs = group.prompt, group.completions, group.problem.reference
         R, _ = cer.rewards(model, tokenizer, *inputs)
-        slow = one_file.rewards(model, tokenizer, *inputs)
+        slow = one_file.naive_rewards(model, tokenizer, *inputs)
         assert (R - slow).abs().max() < 1e-6
+        ways = one_file.log_pi, one_file.log_pi_all_ways  # here a brace is a token of its own
+        plain, all_ways = (way(model, tokenizer, group.prompt, "14 eggs").item() for way in ways)
+        assert plain == pytest.approx(all_ways, abs=1e-5)
         both = [group.problem.reference, "twenty eggs"]  # Eq. 8 is linear in P
-        other = one_file.rewards(model, tokenizer, *inputs[:2], both[1])
+        other = one_file.naive_rewards(model, tokenizer, *inputs[:2], both[1])
         R, _ = cer.rewards(model, tokenizer, *inputs[:2], both)
         assert (R - slow - other).abs().max() < 1e-6
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import group_of, tiny_model
+from test_theory import EGGS, PRIOR
 
-from cer import cer
+from cer import cer, exact_cer
 from reward_functions import judge
 from rloo import leave_one_out
 from tasks import verifiers
@@ -143,3 +144,25 @@ def test_every_decimal_of_the_readme_is_on_a_page_or_in_a_result():
     for number in re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", readme):
         digits = len(number.split(".")[1])
         assert any(f"{x:.{digits}f}".lstrip("0") == number.lstrip("0") for x in known), number
+
+
+def test_the_eggs_have_one_set_of_rewards():
+    """.465, .443, .089 and .085, and no others: a paragraph or table that quotes one of the four
+    answers holds, with three decimals, only numbers of the square (PRIOR, EGGS, and the lesson's
+    A'). Exempt are groups, which stand in the lesson from section 4 on, sections whose heading says
+    that they change the square, and paper.md, which has the paper's example."""
+    A_prime = torch.tensor([[0.04, 0.86, 0.05, 0.05]], dtype=torch.float64)
+    joint, rho = PRIOR[:, None] * EGGS, exact_cer(PRIOR, EGGS)[:, 0]
+    p, P = joint.sum(0), EGGS[:, :1]
+    square = rho, P, joint, p, joint / p, joint / p * P, p * rho / (p @ rho), EGGS @ rho
+    known = {f"{x:.3f}"[1:] for table in (*square, A_prime @ rho) for x in table.flatten().tolist()}
+    found = set()
+    for page in [*PAGES, ROOT / "docs" / "explore.html"]:
+        text = re.sub(r"^```.*?^```|<script.*", "", page.read_text(), flags=re.M | re.S)
+        for section in re.split("^(?=#+ )", text.split("\n## 4. From the table")[0], flags=re.M):
+            changed = re.match("#.*(says nothing|flatter|cop(y|ies))", section)
+            for block in re.split(r"\n\s*\n|<p\b", section):
+                quoted = re.search('["“](14|14 eggs|18|9)["”]', block)
+                if quoted and not changed and page.name != "paper.md":
+                    found.update(re.findall(r"(?<![\d.])\.\d{3}\b", block))
+    assert {f"{x:.3f}"[1:] for x in rho.tolist()} <= found <= known, found - known

@@ -13,13 +13,14 @@ from unittest import mock
 import pytest
 import torch
 from conftest import SHARED, group_of, tiny_model
-from one_file import log_pi
+from one_file import log_pi_all_ways as log_pi
 
 from engine.tokens import Box, split_answer, vocabulary
 from reward_functions import (
     ASK,
     ASK_END,
     REWARDS,
+    R_by_name,
     Reward,
     asking_prompts,
     decision_tokens,
@@ -27,7 +28,6 @@ from reward_functions import (
     judge,
     judge_nothing,
     probability_of_yes,
-    rewards,
     why_not_asked,
 )
 from runtime.cli import InputError
@@ -102,9 +102,9 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     monkeypatch.setattr(general_verifier, "ask", model)
     groups = [group_of(tokenizer, of, "14", "math") for of in (texts[:4], texts[4:])]
     judged = judge(groups, {"verifier"}, None, None)
-    assert rewards("rule", judged).tolist() == [[1, 0, 0, 0], [0] * 4] and program.call_count == 2
+    assert R_by_name("rule", judged).tolist() == [[1, 0, 0, 0], [0] * 4] and program.call_count == 2
     judged = judge(groups, {"general-verifier"}, None, None, other="model")
-    assert rewards("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
+    assert R_by_name("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
     assert all(of_group.right.dtype == torch.bool for of_group in judged)
@@ -115,7 +115,7 @@ def test_exact_match_composes_accents_on_both_sides(tokenizer):
     boxes = [Box(0, text, "}") for text in ("e\u0301", "é", "e")]
     groups = [dataclasses.replace(groups[0], boxes=boxes)]
     judged = judge(groups, set(), None, None)
-    assert rewards("exact", judged).tolist() == [[1, 1, 0]]
+    assert R_by_name("exact", judged).tolist() == [[1, 1, 0]]
     assert group_metrics(judged[0], torch.zeros(3), torch.zeros(3))["exact_match"] == 2 / 3
 
 
@@ -161,7 +161,7 @@ def test_overlap_by_hand(tokenizer):
     [judged] = judge(
         [group_of(tokenizer, texts, ["railway bridge", "Its locks"])], set(), None, None
     )
-    assert rewards("overlap", [judged])[0].tolist() == pytest.approx([*shares.values(), 0])
+    assert R_by_name("overlap", [judged])[0].tolist() == pytest.approx([*shares.values(), 0])
 
 
 SAME = [("“Paris”", "Paris"), ("it’s", "it's"), ("1914–1918", "1914-1918"), ("Jose\u0301", "José")]
@@ -241,9 +241,9 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
     groups = [group_of(tokenizer, of_group, references) for of_group in texts]
     R = {}
     for name, reward in REWARDS.items():
-        R[name] = rewards(name, judge(groups, reward.judges, model, tokenizer, M=6))
+        R[name] = R_by_name(name, judge(groups, reward.judges, model, tokenizer, M=6))
         no_box = judge(groups[:1], reward.judges, model, tokenizer)
-        assert rewards(name, no_box).dtype == torch.float32
+        assert R_by_name(name, no_box).dtype == torch.float32
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
         for i, expected in enumerate(rewards_by_definition(model, tokenizer, group, references)):
@@ -272,9 +272,9 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
         passes = mock.Mock(side_effect=model.model.forward)
         with monkeypatch.context() as patch:
             patch.setattr(model.model, "forward", passes)
-            R = rewards("asked", judge(groups, {"asked"}, model, tokenizer))
+            R = R_by_name("asked", judge(groups, {"asked"}, model, tokenizer))
         of_other = judge(groups, {"asked"}, None, None, other=(model, tokenizer))
-        assert torch.equal(rewards("asked", of_other), R)
+        assert torch.equal(R_by_name("asked", of_other), R)
         sizes = [list(call.kwargs["input_ids"].shape) for call in passes.call_args_list]
         assert [rows for rows, _ in sizes] == [1, 4, 1, 4]  # the shared part, four answers
         assert R[:, 4].tolist() == [0, 0] and torch.equal(R[:, 0], R[:, 3])
@@ -399,4 +399,4 @@ def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, r
     monkeypatch.setitem(REWARDS, "mine", Reward(lambda judged: returned, set()))
     judged = judge([group_of(tokenizer, ["a", "b"], "7")], set(), None, None)
     with pytest.raises(InputError, match=r"'mine' must give each sample a finite number"):
-        rewards("mine", judged)
+        R_by_name("mine", judged)

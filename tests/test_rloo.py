@@ -117,7 +117,7 @@ def test_verifree_teaches_each_reference_as_often_as_the_model_uses_it(tokenizer
     model, references = tiny_model(len(tokenizer)), ["7", "seven eggs", "14"]
     judged = by_verifree(model, tokenizer, group_of(tokenizer, [r"3+4 so \boxed{7}"], references))
     context = judged.group.prompt + judged.group.solution(0)
-    R = judged.scores.verifree()
+    R = judged.scores.P_of_samples()
     weights, taught, P = list(model.parameters()), 0.0, 0.0
     for k, share in enumerate(judged.scores.log_references.softmax(0)[:, 0].tolist()):
         monkeypatch.setattr(torch, "multinomial", lambda p, n, k=k: torch.tensor([[k]]))

@@ -180,18 +180,20 @@ def test_averaging_keeps_the_mean_over_solutions_and_lowers_the_variance():
 
 
 def test_paraphrases_let_cer_order_solutions_that_verifree_does_not():
-    """Solutions 0 and 1 lead to a right answer, 14 or 14 eggs, and solution 2 to 18."""
-    likelihood = table([0.80, 0.18, 0.02], [0.10, 0.88, 0.02], [0.15, 0.05, 0.80])
-    prior = table(0.3, 0.3, 0.4)
-    smoothed = [likelihood[:, 0], likelihood @ rho_of(prior, likelihood)]
-    assert smoothed[1].tolist() == approx([0.54, 0.25, 0.23], abs=0.005)
-    for N in 2, 3, 5, 6:
-        alone, baseline = given_the_solution(prior, likelihood, N)
-        smoothed += [((alone - x) * likelihood).sum(1) for x in (0, baseline)]  # of R_i, of A_i
-    in_order = [(x[:2] > x[2]).all() for x in smoothed]
-    assert in_order[:2] == [False, True]
-    assert in_order[2::2] == [False, False, False, True]  # E[R_i | s_i] with N = 2, 3, 5, 6
-    assert in_order[3::2] == [False, True, True, True]  # E[A_i | s_i]
+    """A' is right and prefers "14 eggs". P places it below the wrong B, and CER does not."""
+    of = torch.cat([EGGS[:2], table([0.04, 0.86, 0.05, 0.05])])  # A, B, A'
+    assert of[2, 0] < of[1, 0]
+    assert (of @ rho_of(PRIOR, EGGS)).tolist() == approx([0.418, 0.140, 0.408], abs=0.0005)
+
+
+def test_a_slip_is_taught_while_most_solutions_are_wrong_and_hardly_moved_late():
+    """Its advantage in a group of K A, one of which slips to "18", and 8 - K C. Of K = 6 is the
+    lesson's section 6: about the mean of the others."""
+    pushes = {}
+    for K in 2, 6, 7, 8:
+        s, a = torch.tensor([0] * K + [2] * (8 - K)), [2] + [0] * (K - 1) + [3] * (8 - K)
+        pushes[K] = leave_one_out(cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log()))[0].item()
+    assert pushes[2] > 0.03 > 0.02 > max(abs(pushes[6]), abs(pushes[7])) and pushes[8] == 0
 
 
 def test_verifree_has_the_expected_gradient_of_exact_match_and_cer_another():
