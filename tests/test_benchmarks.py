@@ -483,8 +483,19 @@ def test_the_toy_with_copies_is_that_of_its_csv():
 def test_the_first_hour_on_a_gpu_is_as_it_was_measured():
     of = pandas.read_json(ROOT / "benchmarks/results/gpu-h100.jsonl", lines=True).set_index("part")
     page = (ROOT / "docs/running.md").read_text()
-    steps = [f"{x:.3f}".lstrip("0") for x in of.loc["decoding"].seconds]
-    assert f"| {', '.join(steps)} |" in page
+    fast = pandas.read_json(ROOT / "benchmarks/results/gpu-h100-slots.jsonl", lines=True)
+    decoding = fast[(fast.part == "decoding") & (fast.commit == "956b4fd")]
+    for name, sampler in ("generate()", "generate"), ("engine/slots.py", "auto"):
+        steps = decoding[decoding.command.str.endswith(sampler)].seconds
+        assert f"| `{name}` | {' | '.join(f'{x:.3f}'.lstrip('0') for x in steps)} |" in page
+    away, there = fast[fast.part == "flagship"].seconds
+    moments = fast[fast.what == "moments back"].seconds.item()  # from the first copy on
+    parts = away, moments, 18, 61
+    assert f"| {away:.0f} |" in page and f"sampling took {there:.0f} s" in page
+    assert f"a step takes {sum(parts):.0f} s" in page
+    assert f"about {sum(parts) * 1171 / 3600:.0f} hours" in page
+    rates = fast[fast.how.notna() & fast["length"].eq(1000) & (fast.rows == 256)].tb_per_s
+    assert [f"{x:.1f}" for x in rates] == ["2.1", "2.9"] and "read 2.1 TB/s" in page
     update = of.loc["updating"]
     assert f"| {update.tokens_per_second:,.0f} |" in page
     assert f"| {update.policy_peak_gib:.1f}, {update.policy_estimate_gib:.1f} |" in page
@@ -570,3 +581,26 @@ def test_the_comparison_with_one_reference_is_the_declared_one():
     assert [verdict for *_, verdict in compared] == ["above 0", "undecided", "not tested"]
     few = frame[frame.seed < 2]
     assert {verdict for *_, verdict in rare_reference.comparisons(few)} == {"not tested"}
+
+
+def test_the_page_of_the_rare_reference_is_that_of_its_csv():
+    path = ROOT / "benchmarks/results/rare-reference.csv"
+    page = path.with_suffix(".md").read_text()
+    for table in rare_reference.tables(path):
+        assert table in page
+    steps = pandas.read_csv(path.with_name("rare-reference-steps.csv"))
+    means = steps[steps.run == "cer"][["reward", "exact_match"]].mean()
+    said = "were {:.3f} and {:.3f}".format(*means).replace("0.", ".")
+    assert said in " ".join(page.split()) and len(steps) == 12 * 30
+    samples = pandas.read_csv(path)
+    seeds = samples.pivot_table("read", "run", "seed")
+    found = ", ".join(f"{x:.3f}"[1:] for x in (seeds.loc["cer"] - seeds.loc["exact"])[:2])
+    assert f"by {found} and" in page
+    told = (ROOT / "docs/measurements.md").read_text()
+    for name, run in zip(
+        ("exact match", "CER", "overlap", "VeriFree"), ("exact", "cer", "overlap", "verifree")
+    ):
+        means = samples[samples.run == run][["read", "text"]].mean()
+        after = " | ".join(f"{x:.3f}"[1:] for x in means)
+        assert f"| {name} | .098 | {after} |" in told
+    assert round(samples[samples.run == "before"]["read"].mean(), 3) == 0.098
