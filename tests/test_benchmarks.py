@@ -29,18 +29,13 @@ from tasks.prompts import encode_prompt
 
 
 def test_speed(script, monkeypatch):
-    for part, sizes in ("scoring", {"N": 2}), ("sampling", {"rows": 8, "prompt": 16}):
+    few = {"scoring": {"N": 2}, "sampling": {"rows": 8}, "flagship": {"rows": 8, "prompt": 16}}
+    for part, sizes in few.items():
         monkeypatch.setitem(gpu.PARTS, part, functools.partial(gpu.PARTS[part], **sizes))
     code, out, err = script(gpu, "--shape tiny --repeats 1")
     assert code == 0, err
     lines = [json.loads(line) for line in out.splitlines()]
-    assert {line["part"] for line in lines} == {
-        "scoring",
-        "decoding",
-        "sampling",
-        "passages",
-        "updating",
-    }
+    assert {line["part"] for line in lines} == {*gpu.PARTS}
     assert max(line.get("largest_difference", 0) for line in lines) < 1e-4
     assert all(line["seconds"] > 0 and line["commit"] and line["torch"] for line in lines)
 
