@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from engine.load import load
 from judge import say_judgement
-from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
+from runtime.files import append_rows, read_rows
 from runtime.ranks import all_gather, init_ranks
 from runtime.report import over_questions
 from tasks.data import Problem
@@ -77,8 +77,8 @@ def in_doubt(lines):
 
 
 class Grades:
-    """The file of grades: said[by][case, key] is True, False, or None if the question is left
-    out."""
+    """The file of grades, to which lines are only appended: said[by][case, key] is True, False, or
+    None if the question is left out."""
 
     def __init__(self, path):
         self.path, self.said = path, collections.defaultdict(dict)
@@ -88,8 +88,6 @@ class Grades:
                 cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
                 at = (row["question"], tuple(row["references"])), plain_text(row["answer"])
                 self.said[row["by"]][at] = row["right"]
-        if path.exists():  # without half a line that a kill has left
-            write_atomically(path, to_jsonl(rows))
 
     def save(self, case, answer, right, by, **more):
         row = {"question": case[0], "references": case[1], "answer": answer, "right": right}

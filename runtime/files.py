@@ -2,19 +2,20 @@
 
 import fcntl
 import json
+import os
 from pathlib import Path
 
 import pyarrow.parquet
 
-from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
+from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say, shorten
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
 
 def read_rows(path: str | Path, log: bool = False) -> list[dict]:
     """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
-    because readers that guess types turn "014" into 14. InputError names the first bad row. The
-    last line of a log may be half written, and is left out if it has no end."""
+    because readers that guess types turn "014" into 14. InputError names the first bad row. In a
+    log half a line, which a kill has left, is left out, and a line says so."""
     path = Path(path)
     ending = path.suffix.lower()
     require(ending in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
@@ -40,10 +41,17 @@ def parse_rows(path, ending, log):
     text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
     if text.lstrip().startswith("["):  # the file is one list
         return json.loads(text)
-    lines = text.split("\n")
-    if log:
-        lines.pop()  # empty, or half a line that a kill has left
-    return (json.loads(line) for line in lines if line.strip())
+    lines = [line for line in text.split("\n") if line.strip()]
+    return filter(None, map(whole_line, lines)) if log else map(json.loads, lines)
+
+
+def whole_line(line):
+    """The row of a line of a log, or None for half a line. It may be the last one, with or without
+    a line end, or one after which another process has gone on."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        say(f"half a line is left out: {shorten(line, 60)}")
 
 
 def table_rows(table):
@@ -67,15 +75,20 @@ def write_atomically(path: Path, text: str) -> None:
     rank 0 writes."""
     if is_rank_0():
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with as_input_error(f"cannot write {path}"):
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:
-    """Append rows as lines of JSON. Only rank 0 writes."""
+    """Append rows as lines of JSON, after half a line as new ones. Only rank 0 writes."""
     if is_rank_0():
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(to_jsonl(rows))
+        text = to_jsonl(rows).encode()
+        with as_input_error(f"cannot write {path}"), open(path, "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+            is_whole = file.read() in (b"", b"\n")
+            file.write(text if is_whole else b"\n" + text)
 
 
 def to_jsonl(rows: list[dict]) -> str:

@@ -69,7 +69,7 @@ def encode(tokenizer, pair, prompt):
 
 MARKS = r"[\s*_#`$]*"  # Markdown's
 DECISION = re.compile(
-    rf"Final Decision{MARKS}[:：]?{MARKS}(?:\\boxed\{{)?(Yes|No)[}}*_`$ ]*(?=[.!\n]|$)",
+    rf"Final Decision{MARKS}(?:[:：]{MARKS})?(?:\\boxed\{{)?(Yes|No)[}}*_`$ ]*(?=[.!\n]|$)",
     re.IGNORECASE,
 )
 
