@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.load import DTYPES, check_sampling, load
 from engine.sampling import positions
-from reward_functions import REWARDS, judge, judge_nothing, rewards
+from reward_functions import REWARDS, judge, rewards
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
@@ -44,7 +44,6 @@ def sample_and_judge(model, tokenizer, problems, N, tokens, at_once, names=(), o
             if names:
                 line["rewards"] = {name: rewards(name, [judged])[0].tolist() for name in names}
                 line["R"] = line["rewards"][names[0]]
-                line["nothing"] = judge_nothing(judged, names, model, tokenizer, other)
             lines.append(line)
         yield sorted(all_gather(lines), key=lambda line: line["index"])
 

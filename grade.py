@@ -53,13 +53,18 @@ def read_lines(directory):
     return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
 
 
+def case_of(row):
+    """What is graded: a question with its references."""
+    return row["question"], tuple(row["references"])
+
+
 def draw(lines, count, seed):
-    """At most so many of the cases that all runs have, a case being a question with its references
-    -> {case: its lines}. Their order depends only on their text and the seed, so that grades are of
-    use with other runs, and with more questions."""
+    """At most so many of the cases that all runs have -> {case: its lines}. Their order depends
+    only on their text and the seed, so that grades are of use with other runs, and with more
+    questions."""
     cases = collections.defaultdict(list)
     for line in lines:
-        cases[line["question"], tuple(line["references"])].append(line)
+        cases[case_of(line)].append(line)
     runs = {line["run"] for line in lines}
     in_all = [case for case, own in cases.items() if {line["run"] for line in own} == runs]
     cli.require(in_all, "no question is in all of these directories with the same references")
@@ -86,8 +91,7 @@ class Grades:
         for number, row in enumerate(rows, start=1):
             with cli.as_input_error(f"{path}, line {number}: expected a grade of grade.py"):
                 cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
-                at = (row["question"], tuple(row["references"])), plain_text(row["answer"])
-                self.said[row["by"]][at] = row["right"]
+                self.said[row["by"]][case_of(row), plain_text(row["answer"])] = row["right"]
 
     def save(self, case, answer, right, by, **more):
         row = {"question": case[0], "references": case[1], "answer": answer, "right": right}
@@ -95,8 +99,8 @@ class Grades:
         self.said[by][case, plain_text(answer)] = right
 
     def column(self, cases, by):
-        """The lines of the cases that this grader has graded, with `right` as this grader says it.
-        They end before the first ungraded answer: later cases that happen to need no grade are the
+        """The lines of the cases that this grader has graded, with `right` as this grader says it,
+        and as the verifier said it. They end before the first ungraded answer: later cases that happen to need no grade are the
         easy ones, and would raise pass@1."""
         graded = []
         for case, lines in cases.items():
@@ -107,7 +111,7 @@ class Grades:
                 said |= dict.fromkeys(map(plain_text, case[1]), True)
                 for line in lines:
                     right = [bool(a) and said[plain_text(a)] for a in line["answers"]]
-                    graded.append(line | {"right": right})
+                    graded.append(line | {"right": right, "verifier's": line["right"]})
         return graded
 
 
@@ -182,10 +186,10 @@ def name_of(model_name, model, prompt):
 
 def say_pass_at_1(lines, by):
     """Print pass@1 of each run, and its change from the first run, paired by question. ±: standard
-    errors over questions."""
-    shares = [(x["run"], x["question"], sum(x["right"]) / len(x["right"])) for x in lines]
-    table = pandas.DataFrame(shares, columns=["run", "question", "share"])
-    table = table.pivot_table("share", "question", "run", sort=False)  # the mean of equal questions
+    errors over questions. Lines with the same question and references are one."""
+    of_lines = [(x["run"], repr(case_of(x)), sum(x["right"]) / len(x["right"])) for x in lines]
+    table = pandas.DataFrame(of_lines, columns=["run", "case", "share"])
+    table = table.pivot_table("share", "case", "run", sort=False)
     print(f"\n{len(table)} questions, what is right by {by}:")
     for run in table:
         line = f"  {run}: pass@1 {over_questions(table[run])}"
@@ -252,9 +256,8 @@ def main():
         return print(f"{grades.path} has no grades of these questions")
     for name, column in columns.items():
         say_pass_at_1(column, name)
-    known = {line["question"] for column in columns.values() for line in column}
-    own = [line for case in cases.values() for line in case if line["question"] in known]
-    say_pass_at_1(own, "the run's own verifier")
+        of_verifier = [line | {"right": line["verifier's"]} for line in column]
+        say_pass_at_1(of_verifier, "the run's own verifier")
     first, *others = columns
     for name in others:
         say_agreement(first, name, grades.said[first], grades.said[name])

@@ -22,7 +22,7 @@ from engine.load import DTYPES, check_sampling, load
 from engine.sampling import positions
 from evaluate import sample_and_judge
 from reward_functions import REWARDS, why_not_asked
-from runtime.files import append_rows
+from runtime.files import append_rows, write_atomically
 from runtime.ranks import init_ranks, open_run_directory, seed_everything
 from runtime.report import brief, sample_table, say_grade
 from tasks.data import NAMES, load_problems
@@ -32,27 +32,37 @@ from tasks.verifiers import VERIFIERS
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
 FEW = 10  # fewer questions with right and wrong answers give no interval
+PLEASED = "docs/measurements.md#why-not-ask-the-model"
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
 # ---------------------------------------------------------------------------------------- the table
 
 
-def say_judgement(lines, graded=False):
-    """Print what lines of samples.jsonl say about their rewards -> the table, a DataFrame with a
-    row for each reward. graded: whether grade.py says what is right, and not the verifier."""
-    names = [*lines[0]["rewards"]]
-    samples = sample_table([line | line["rewards"] for line in lines], *names)
+def say_judgement(lines, graded=False, path=None):
+    """Print what lines of samples.jsonl say about the rewards that all of them have -> the table, a
+    DataFrame with a row for each reward. graded: whether grade.py says what is right, and not the
+    verifier. path: where the table is written before anything is printed."""
+    of_lines = [line.get("rewards", {}) for line in lines]
+    every = dict.fromkeys(name for rewards in of_lines for name in rewards)
+    names = [name for name in every if all(name in rewards for rewards in of_lines)]
+    if left_out := [name for name in every if name not in names]:
+        print(f"left out, since some of these questions have no such reward: {', '.join(left_out)}")
+    if not names:
+        return None
+    samples = sample_table([line | line.get("rewards", {}) for line in lines], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
-    mean = samples[samples.answered].groupby(level=0)[names].mean()  # of each question
-    table["nothing"] = (pandas.DataFrame([line.get("nothing", {}) for line in lines]) - mean).mean()
+    if path:
+        write_atomically(path, table.to_json(orient="index", indent=2, double_precision=15))
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
-    print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
+    sizes = " or ".join(map(str, sorted({len(line["answers"]) for line in lines})))
+    print(f"{len(lines)} questions x {sizes} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
-    print("nothing: of answers that say nothing, less the mean; above 0 they become likelier")
+    if "asked" in names:
+        print(f"asked can be pleased by answers that say nothing: read samples ({PLEASED})")
     if not graded and any(line.get("verifier") == "text" for line in lines):
         print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
     return table
@@ -133,11 +143,11 @@ def main():
         append_rows(out / "samples.jsonl", some)
         lines += some
     if cli.is_rank_0():
-        table = say_judgement(lines)
-        table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
+        say_judgement(lines, path=out / "judge.json")
         say_grade([problem.verifier for problem in problems], out)
-        draw = f"python plot.py {out} --question 0"
-        print(f"all samples are in {out}; to draw one: {draw}")
+        print(f"all samples are in {out}")
+        if drawn := [k for k, line in enumerate(lines) if line.get("columns")]:
+            print(f"to draw one: python plot.py {out} --question {drawn[0]}")
     dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer
 For a reward of your own add a function and a line to REWARDS.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 
 import cer
 from engine.sampling import positions
-from engine.tokens import Box, batches, vocabulary
+from engine.tokens import batches, vocabulary
 from rloo import rloo_rows, verifree_rows
 from rollout import Group
 from runtime.cli import progress, require
@@ -132,27 +131,6 @@ def why_not_asked(problems, asked_model, max_new_tokens):
         room = f"{longest} tokens of prompt and --max-new-tokens of answer"
         return f"it has {positions(model)} positions, too few for {room}"
     return None
-
-
-# ------------------------------------------------------------------------ answers that say nothing
-
-
-def judge_nothing(judged, names, actor, tokenizer, other=None) -> dict[str, float]:
-    """What rewards give in the mean to answers that say nothing, if a sample of this group had
-    written them: {name: reward}. Not for VeriFree's P, which looks at solutions. The answers get
-    rows of W, but no columns."""
-    group, scores = judged.group, judged.scores
-    texts = [group.problem.question.strip()[-200:], "Yes", "the same as the reference answer"]
-    texts = [text for text in texts if not verbatim(text, group.problem.references)]
-    written = dataclasses.replace(group, boxes=[Box(0, text, "}") for text in texts])
-    judges = set().union(*(REWARDS[name].judges for name in names)) - {"actor"}
-    [said] = judge([written], judges, actor, tokenizer, other=other)
-    if scores:
-        contexts = [group.prompt + group.solution(j) for j in scores.columns]
-        log_W = cer.answer_logprobs(actor, tokenizer, contexts, texts).cpu()
-        rows = dict(answers=texts, distinct_answers=texts, log_W=log_W)
-        said = dataclasses.replace(said, scores=dataclasses.replace(scores, **rows))
-    return {name: REWARDS[name].of(said).mean().item() for name in names if name != "verifree"}
 
 
 # -------------------------------------------------------------------------------------- the rewards
