@@ -21,7 +21,7 @@ from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record, sample_table, say_grade
-from tasks.data import NAMES, Problem, load_problems, to_problem
+from tasks.data import NAMES, Problem, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -84,27 +84,16 @@ def evaluate(
     return summary, lines
 
 
-def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
-    """Print some samples of one question, each with its answer."""
-    # The question is checked as one of a data set, where a reference is needed; none is used here.
-    problem = to_problem({"question": question, "answer": "?"}, verifier="text")
-    problems, _ = usable_prompts(tokenizer, [problem], "--ask")
-    [group] = sample(model, tokenizer, problems, runs, max_new_tokens, **settings)
-    for text, answer in zip(group.texts, group.answers) if cli.is_rank_0() else ():
-        print(f"{text.strip()}\n-> {'no answer' if answer is None else answer}\n")
-
-
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--dataset", help=f"comma-separated names ({NAMES}) or files")
-    what.add_argument("--ask", metavar="QUESTION", help="only print some samples of one question")
+    add("--dataset", required=True, help=f"comma-separated names ({NAMES}) or files")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
-    add("--max-new-tokens", type=count, default=8192, help="longer completions are cut off")
+    cut = "longer completions are cut off (default: 8192, or half of the model's positions)"
+    add("--max-new-tokens", type=count, help=cut)
     add("--temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
     add("--top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
@@ -114,23 +103,18 @@ def main():
     args = parser.parse_args()
     device = init_ranks()
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    if args.ask is not None:
-        model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
-        seed_everything(args.seed)
-        how = args.runs or 4, args.max_new_tokens
-        return print_samples(model, tokenizer, args.ask, *how, **sampling)
     names = [os.path.expanduser(name) for name in args.dataset.split(",")]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")
     model, tokenizer = load(args.model, device, check_sampling, dtype=args.dtype)
-    most = positions(model) - 1  # room for a token
-    datasets = {name: usable_prompts(tokenizer, datasets[name], name, most)[0] for name in names}
-    for name, problems in datasets.items():
-        show_first(tokenizer, problems, name)
+    tokens = args.max_new_tokens = args.max_new_tokens or int(min(8192, positions(model) / 2))
+    for name in datasets:
+        datasets[name], _ = usable_prompts(model, tokenizer, datasets[name], name, tokens)
+        show_first(tokenizer, datasets[name], name)
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        how = runs, args.max_new_tokens, args.seed
+        how = runs, tokens, args.seed
         results[name], lines = evaluate(model, tokenizer, problems, *how, **sampling)
         # Save now, since the next data set may take hours.
         append_rows(path, [{"dataset": name} | line for line in lines])

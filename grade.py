@@ -18,7 +18,6 @@ take its line out of the file. Two people take two names (--name).
 from runtime import cli  # isort: split
 
 import collections
-import hashlib
 import random
 import textwrap
 from pathlib import Path
@@ -26,6 +25,7 @@ from pathlib import Path
 import pandas
 import torch.distributed as dist
 
+from engine.checkpoints import mark_of
 from engine.load import load
 from judge import say_judgement
 from runtime.files import append_rows, read_rows
@@ -100,8 +100,8 @@ class Grades:
 
     def column(self, cases, by):
         """The lines of the cases that this grader has graded, with `right` as this grader says it,
-        and as the verifier said it. They end before the first ungraded answer: later cases that happen to need no grade are the
-        easy ones, and would raise pass@1."""
+        and as the verifier said it. They end before the first ungraded answer: later cases that
+        happen to need no grade are the easy ones, and would raise pass@1."""
         graded = []
         for case, lines in cases.items():
             said = {key: self.said[by].get((case, key), "missing") for key in in_doubt(lines)}
@@ -175,12 +175,6 @@ def by_model(todo, grades, by, model, prompt):
             grades.save(case, answer, right, by, reply=reply)
 
 
-def name_of(model_name, model, prompt):
-    """Who grades, with a mark that changes with the weights and with the prompt."""
-    sums = [f"{p.double().sum().item():.6g}" for p in model.parameters()]
-    return f"{model_name} {hashlib.sha256(repr([sums, prompt]).encode()).hexdigest()[:6]}"
-
-
 # -------------------------------------------------------------------------------------- the numbers
 
 
@@ -237,7 +231,7 @@ def main():
     if not args.table:
         if by_a_model:
             model = load(args.by, init_ranks())
-            by = name_of(args.by, model[0], prompt)
+            by = f"{args.by} {mark_of(model[0], prompt)}"  # other weights are another grader
         todo = {}
         for case, own in cases.items():
             doubts = in_doubt(own).items()

@@ -21,7 +21,7 @@ from cer import check_scoring
 from engine.load import DTYPES, check_sampling, load
 from engine.sampling import positions
 from evaluate import sample_and_judge
-from reward_functions import REWARDS, why_not_asked
+from reward_functions import REWARDS, check_asked
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import init_ranks, open_run_directory, seed_everything
 from runtime.report import brief, sample_table, say_grade
@@ -112,7 +112,8 @@ def main():
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, default=50, help="judge only the first K questions")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
-    add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
+    cut = "longer completions are cut off (default: 4096, or half of the model's positions)"
+    add("--max-new-tokens", type=count, help=cut)
     add("--rewards", default=DEFAULT, help=f"of {', '.join(KNOWN)}")
     add("--verifier-model", help="who is asked for the reward asked (default: the model itself)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
@@ -126,16 +127,19 @@ def main():
     problems = load_problems(args.dataset, args.limit, args.verifier)
     out = open_run_directory(args.out, "judge")
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
-    problems, _ = usable_prompts(tokenizer, problems, args.dataset, positions(actor) - 1)
+    tokens = args.max_new_tokens or int(min(4096, positions(actor) / 2))
+    problems, _ = usable_prompts(actor, tokenizer, problems, args.dataset, tokens)
     show_first(tokenizer, problems, args.dataset)
     other = args.verifier_model and load(args.verifier_model, device, check_scoring)
     if "asked" in names:
-        if reason := why_not_asked(problems, other or (actor, tokenizer), args.max_new_tokens):
-            cli.say(f"asked is left out, since the model cannot be asked: {reason}")
+        try:
+            check_asked(problems, other or (actor, tokenizer), tokens)
+        except cli.InputError as reason:
+            cli.say(f"asked is left out, since {reason}")
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    how = args.samples, args.max_new_tokens, AT_ONCE, names, other
+    how = args.samples, tokens, AT_ONCE, names, other
     lines = []
     turns = math.ceil(len(problems) / AT_ONCE / dist.get_world_size())
     judged = sample_and_judge(actor, tokenizer, problems, *how)

@@ -18,9 +18,8 @@ from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save
 from engine.load import DTYPES, check_sampling, load
 from engine.memory import check_disk, plan_memory
 from engine.policy import check_training, copy_weights, make_policy
-from engine.sampling import positions
 from evaluate import evaluate
-from reward_functions import REWARDS, judge, rewards, why_not_asked
+from reward_functions import REWARDS, check_asked, judge, rewards
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime.files import read_config
@@ -54,22 +53,23 @@ def main():
         other = load(args.verifier_model or GENERAL_VERIFIER, device)
     elif "asked" in reward.judges and args.verifier_model:
         other = load(args.verifier_model, device, check_scoring)
-    problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
+    tokens = args.max_new_tokens
+    problems, longest_row = usable_prompts(
+        actor, tokenizer, problems, args.dataset, tokens, args.max_prompt_tokens
+    )
     if held_out:
-        held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset, positions(actor) - 1)
+        held_out, _ = usable_prompts(actor, tokenizer, held_out, args.eval_dataset, tokens)
 
     if "asked" in reward.judges:
-        reason = why_not_asked(problems, other or (actor, tokenizer), args.max_new_tokens)
-        cli.require(not reason, f"this model cannot be asked: {reason}")
+        check_asked(problems, other or (actor, tokenizer), tokens)
 
     # A resumed run keeps its data and its flags.
-    data = fingerprint(problems, held_out, tokenizer.chat_template)
+    data = fingerprint(problems, held_out, tokenizer.chat_template, other)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
 
     # The policy is trained, and copied to the actor after each step.
-    longest_row = longest + args.max_new_tokens + longest_reference(tokenizer, problems)
     token_budget, offload, memory_line = plan_memory(
         actor, longest_row, args.microbatch_tokens, args.cpu_offload
     )
@@ -157,15 +157,6 @@ def evaluation(actor, tokenizer, problems, args):
     sampling = dict(temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k)
     runs, tokens = args.eval_runs, args.max_new_tokens
     return evaluate(actor, tokenizer, problems, runs, tokens, args.seed, **sampling)
-
-
-# ------------------------------------------------------------------------------------------ set-up
-
-
-def longest_reference(tokenizer, problems):
-    """The tokens of the longest reference, which CER and VeriFree read after a solution."""
-    references = [f"{{{each}}}" for problem in problems for each in problem.references]
-    return max(map(len, tokenizer(references)["input_ids"]))
 
 
 # -------------------------------------------------------------------------------------------- flags

@@ -17,10 +17,18 @@ from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import checkpoints, read_config
 
 
-def fingerprint(problems, held_out, template):
-    """What tells whether a resumed run has the same data and the same chat template."""
+def fingerprint(problems, held_out, template, judge=None):
+    """What tells whether a resumed run has the same data, chat template, and other model that
+    judges, if it has one: (model, tokenizer)."""
     digest = sha256(repr((problems, held_out, template)).encode()).hexdigest()[:16]
-    return f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
+    data = f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
+    return f"{data}, judge {mark_of(judge[0])}" if judge else data
+
+
+def mark_of(model, *more):
+    """A mark that changes with the weights of a model, and with what else is given."""
+    sums = [f"{p.double().sum().item():.6g}" for p in model.parameters()]
+    return sha256(repr([sums, *more]).encode()).hexdigest()[:6]
 
 
 def check_resumed(out, flags, may_change, last_step):
