@@ -11,13 +11,14 @@ ending.
 from runtime.cli import Parser, printable, require, run_script, shorten  # isort: split
 
 import math
+import os
 from pathlib import Path
 
-import matplotlib
 import numpy
 import pandas
 
-matplotlib.use("Agg")
+os.environ["MPLBACKEND"] = "Agg"  # read when matplotlib is imported; a notebook sets its own
+import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 from matplotlib.font_manager import get_font_names
@@ -25,6 +26,7 @@ from matplotlib.font_manager import get_font_names
 from runtime.files import read_config, read_rows
 
 CJK = "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans"
+matplotlib.rcdefaults()  # without the user's matplotlibrc
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
     "axes.spines.top": False,

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from engine.load import export
 from runtime.cli import InputError, is_rank_0, require, say
-from runtime.files import checkpoints, read_config
+from runtime.files import checkpoints, how_to_resume, read_config
 
 
 def fingerprint(problems, held_out, template, judge=None):
@@ -83,9 +83,8 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
             export(actor, tokenizer, partial)
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
-        last = ["none", *(path.name for _, path in checkpoints(out))][-1]
         problem = f"cannot save {directory} ({reason(error)})"
-        raise InputError(f"{problem}; the last complete checkpoint is {last}") from error
+        raise InputError(f"{problem}; {how_to_resume(out)}") from error
     os.sync()
     dist.barrier()
     if is_rank_0():

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy
 import pyarrow.parquet
 
 from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say, shorten
@@ -55,19 +56,24 @@ def whole_line(line):
 
 
 def table_rows(table):
-    """The rows of a pyarrow table as dicts. Numbers of 32 bits are read as they are printed, since
-    .1 would become 0.10000000149011612."""
-    schema = table.schema
-    for kind in pyarrow.string(), pyarrow.float64():
-        fields = []
-        for name, of in zip(schema.names, schema.types):
-            if of == pyarrow.float32():
-                of = kind
-            elif getattr(of, "value_type", None) == pyarrow.float32():
-                of = pyarrow.list_(kind)
-            fields.append((name, of))
-        table = table.cast(pyarrow.schema(fields))
-    return table.to_pylist()
+    """The rows of a pyarrow table as dicts, with floats as they are printed."""
+    columns = [
+        [as_printed(value, of) for value in column.to_pylist()]
+        for column, of in zip(table.columns, table.schema.types)
+    ]
+    return [dict(zip(table.column_names, row)) for row in zip(*columns)]
+
+
+def as_printed(value, of):
+    """A value of this type of pyarrow. A float of 16 or 32 bits becomes the one that is printed:
+    .1 would be 0.0999755859375 or 0.10000000149011612."""
+    if value is None or "float" not in str(of):
+        return value
+    if isinstance(value, dict):
+        return {field.name: as_printed(value[field.name], field.type) for field in of}
+    if isinstance(value, list):
+        return [as_printed(each, of.value_type) for each in value]
+    return float(str(numpy.float16(value) if "halffloat" in str(of) else numpy.float32(value)))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -127,3 +133,9 @@ def checkpoints(run):
     """All complete checkpoints of a run -> list of (step, directory), oldest first."""
     paths = {path.name.removeprefix("step-"): path for path in Path(run).glob("checkpoints/step-*")}
     return sorted((int(step), path) for step, path in paths.items() if step.isdigit())
+
+
+def how_to_resume(run):
+    """In words, for a run that cannot write."""
+    last = ["none", *(path.name for _, path in checkpoints(run))][-1]
+    return f"go on with --resume --out {run}; the last complete checkpoint is {last}"
