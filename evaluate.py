@@ -71,17 +71,11 @@ def evaluate(
     )
     samples = sample_table(lines, "tokens")
     by_question = samples.groupby(level=0).right.mean()
-    summary = {
-        "pass_at_1": float(by_question.mean()),
-        "stderr": float(by_question.sem()) if len(problems) > 1 else None,
-        "exact_match": float(samples.verbatim.mean()),
-        "answered": float(samples.answered.mean()),
-        "truncated": float(samples.truncated.mean()),
-        "tokens": float(samples.tokens.mean()),
-        "questions": len(problems),
-        "runs": runs,
-    }
-    return summary, lines
+    error = float(by_question.sem()) if len(problems) > 1 else None
+    samples["exact_match"] = samples.verbatim
+    means = samples[["exact_match", "answered", "truncated", "tokens"]].mean().to_dict()
+    summary = {"pass_at_1": float(by_question.mean()), "stderr": error} | means
+    return summary | {"questions": len(problems), "runs": runs}, lines
 
 
 def main():

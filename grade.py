@@ -258,7 +258,7 @@ def main():
     for name, column in columns.items():
         for run in dict.fromkeys(line["run"] for line in column if "rewards" in line):
             print(f"\n{run}, what is right by {name}:")
-            say_judgement([line for line in column if line["run"] == run], graded=True)
+            say_judgement([line for line in column if line["run"] == run])
 
 
 if __name__ == "__main__":

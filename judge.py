@@ -32,25 +32,23 @@ from tasks.verifiers import VERIFIERS
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
 FEW = 10  # fewer questions with right and wrong answers give no interval
-PLEASED = "docs/measurements.md#why-not-ask-the-model"
 AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
 # ---------------------------------------------------------------------------------------- the table
 
 
-def say_judgement(lines, graded=False, path=None):
+def say_judgement(lines, path=None):
     """Print what lines of samples.jsonl say about the rewards that all of them have -> the table, a
-    DataFrame with a row for each reward. graded: whether grade.py says what is right, and not the
-    verifier. path: where the table is written before anything is printed."""
-    of_lines = [line.get("rewards", {}) for line in lines]
-    every = dict.fromkeys(name for rewards in of_lines for name in rewards)
-    names = [name for name in every if all(name in rewards for rewards in of_lines)]
-    if left_out := [name for name in every if name not in names]:
-        print(f"left out, since some of these questions have no such reward: {', '.join(left_out)}")
+    DataFrame with a row for each reward. path: where it is written before anything is printed."""
+    rewards = pandas.DataFrame([line.get("rewards", {}) for line in lines])
+    of_all = rewards.notna().all()
+    names = [*rewards.columns[of_all]]
+    if not of_all.all():
+        print(f"left out, since some questions lack them: {', '.join(rewards.columns[~of_all])}")
     if not names:
         return None
-    samples = sample_table([line | line.get("rewards", {}) for line in lines], *names)
+    samples = sample_table([line | line["rewards"] for line in lines], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
     if path:
@@ -62,9 +60,7 @@ def say_judgement(lines, graded=False, path=None):
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
     if "asked" in names:
-        print(f"asked can be pleased by answers that say nothing: read samples ({PLEASED})")
-    if not graded and any(line.get("verifier") == "text" for line in lines):
-        print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
+        print("asked can be pleased: read samples (docs/measurements.md#why-not-ask-the-model)")
     return table
 
 

@@ -36,18 +36,6 @@ matplotlib.rcParams |= {
     "font.family": ["DejaVu Sans", *(font for font in CJK if font in get_font_names())],
     "axes.titlesize": 14,
 }
-COLOURS = {  # of each reward, in every figure
-    "cer": "#0072B2",
-    "exact": "#D55E00",
-    "rule": "#000000",
-    "rule+cer": "#CC79A7",
-    "verifree": "#009E73",
-    "general-verifier": "#E69F00",
-    "overlap": "#56B4E9",
-    "overlap+cer": "#8C564B",
-    "asked": "#CC0000",
-    "any-box": "#999999",
-}
 
 
 # --------------------------------------------------------------------------------- one question
@@ -153,7 +141,7 @@ def draw_curves(runs, names, out):
         for number, name in enumerate(dict.fromkeys(names)):
             seeds = [table for table, of in zip(tables, names) if of == name and key in table]
             if seeds:
-                draw_seeds(axis, seeds, key, smooth, name, COLOURS.get(name, f"C{number}"))
+                draw_seeds(axis, seeds, key, smooth, name, f"C{number}")
         # A share of .003 that filled the whole panel would look like an alarm.
         top = max(axis.dataLim.y1, 0.1 if key in SHARES else 1e-3)
         axis.set(title=PANELS[key], ylim=(-0.02 * top, 1.04 * top))

@@ -104,7 +104,7 @@ def asking_prompts(tokenizer, problem, answers):
     references = " or ".join(f'"{reference}"' for reference in problem.references)
     # In one pass, since a reference may hold "{question}".
     text = ASK.format(question=problem.question.strip(), references=references)
-    return [encode_message(tokenizer, text, f" {answer}{ASK_END}") for answer in answers]
+    return [encode_message(tokenizer, f"{text} {answer}{ASK_END}") for answer in answers]
 
 
 def decision_tokens(tokenizer):

@@ -53,13 +53,10 @@ def main():
         other = load(args.verifier_model or GENERAL_VERIFIER, device)
     elif "asked" in reward.judges and args.verifier_model:
         other = load(args.verifier_model, device, check_scoring)
-    tokens = args.max_new_tokens
-    problems, longest_row = usable_prompts(
-        actor, tokenizer, problems, args.dataset, tokens, args.max_prompt_tokens
-    )
+    tokens, most = args.max_new_tokens, args.max_prompt_tokens
+    problems, longest = usable_prompts(actor, tokenizer, problems, args.dataset, tokens, most)
     if held_out:
         held_out, _ = usable_prompts(actor, tokenizer, held_out, args.eval_dataset, tokens)
-
     if "asked" in reward.judges:
         check_asked(problems, other or (actor, tokenizer), tokens)
 
@@ -70,10 +67,8 @@ def main():
         check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
 
     # The policy is trained, and copied to the actor after each step.
-    token_budget, offload, memory_line = plan_memory(
-        actor, longest_row, args.microbatch_tokens, args.cpu_offload
-    )
-    disk_line = check_disk(actor, out, args.keep)
+    budget, offload, memory = plan_memory(actor, longest, args.microbatch_tokens, args.cpu_offload)
+    disk = check_disk(actor, out, args.keep)
     policy, optimizer = make_policy(model_path, offload, actor.dtype)
     first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
     copy_weights(policy, actor)
@@ -81,7 +76,7 @@ def main():
 
     # The log, and the order of the questions.
     log = RunLog(out, args, data, first_step, last_step)
-    log.header(actor, problems, f"{memory_line}\n{disk_line}")
+    log.header(actor, problems, f"{memory}\n{disk}")
     show_first(tokenizer, problems, args.dataset)
     if held_out:
         show_first(tokenizer, held_out, args.eval_dataset)
@@ -117,8 +112,9 @@ def main():
         rows = []
         for each, R_group, A_group in zip(judged, R, A):
             rows += reward.rows(each, R_group, A_group, tokenizer)
-        lr = learning_rate(step, last_step, args)
-        loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, token_budget)
+        fraction = (step - 1) / max(1, last_step - 1)  # the rate falls linearly to --lr-end of it
+        lr = args.lr * (1 + fraction * (args.lr_end - 1))
+        loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, budget)
         copy_weights(policy, actor)
         log.lap("update")
 
@@ -144,12 +140,6 @@ def main():
 
 
 # ------------------------------------------------------------------------------- parts of the loop
-
-
-def learning_rate(step, last_step, args):
-    """From --lr at the first step linearly to --lr x --lr-end at the last."""
-    fraction = (step - 1) / max(1, last_step - 1)
-    return args.lr * (1 + fraction * (args.lr_end - 1))
 
 
 def evaluation(actor, tokenizer, problems, args):

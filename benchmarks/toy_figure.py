@@ -12,7 +12,9 @@ import matplotlib.pyplot as plt
 import pandas
 
 sys.path.append(sys.path[0] + "/..")  # where plot.py is
-from plot import COLOURS
+from measure import COLOURS
+
+import plot  # noqa: F401, its settings
 
 plt.rcParams |= {"svg.hashsalt": "toy", "axes.spines.top": False, "axes.spines.right": False}
 STEPS = [0, 100, 200]

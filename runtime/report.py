@@ -93,7 +93,7 @@ def say_grade(verifiers, directory):
     """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
     if "text" in verifiers:
         grade = f"python grade.py {directory}"
-        print(f"`text` calls paraphrases wrong; to say yourself what is right: {grade}")
+        print(f"`text` calls paraphrases wrong, which flatters exact and overlap: {grade}")
 
 
 def brief(x):
@@ -157,11 +157,8 @@ class RunLog:
         complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
         steps = {*range(1, first_step)}
         for name, needed in zip(LOGS, (steps, steps, complete & {0, *steps})):
-            lost = needed - {row["step"] for row in rows[name]}
-            require(
-                not lost,
-                f"{out / name} lacks step {min(lost, default=0)}: restore it, or begin anew",
-            )
+            lost = sorted(needed - {row["step"] for row in rows[name]})
+            require(not lost, f"{out / name} lacks the steps {lost[:3]}: restore it, or begin anew")
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
         config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
         config["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}

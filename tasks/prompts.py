@@ -1,6 +1,7 @@
 """The prompt of a problem: the paper's wording, through the model's chat template."""
 
 import collections
+import functools
 import math
 import re
 
@@ -29,20 +30,15 @@ def encode_prompt(tokenizer, problem):
     return tokenizer.encode(through_template(tokenizer, messages), add_special_tokens=False)
 
 
-def encode_message(tokenizer, *parts):
+def encode_message(tokenizer, text):
     """What a model is asked about an answer, as token ids, through the chat template, or as plain
-    text if the tokenizer has none. The parts of the message are encoded one by one, with the names
-    of special tokens as ordinary text: they may hold an answer, and a policy could learn to write
-    them."""
-    if tokenizer.chat_template:
-        before, after = around_message(tokenizer)
-        ids = tokenizer.encode(before, add_special_tokens=False)
-    else:
-        ids, after = encode_plain(tokenizer, parts[0], split_special_tokens=True), ""
-        parts = parts[1:]
-    for part in parts:
-        ids += tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True)
-    return ids + tokenizer.encode(after, add_special_tokens=False)
+    text if the tokenizer has none. The names of special tokens in it are ordinary text: it may hold
+    an answer, and a policy could learn to write them."""
+    if not tokenizer.chat_template:
+        return encode_plain(tokenizer, text, split_special_tokens=True)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    before, after = around_message(tokenizer)
+    return encode(before) + encode(text, split_special_tokens=True) + encode(after)
 
 
 def through_template(tokenizer, messages):

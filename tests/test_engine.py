@@ -274,6 +274,8 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
         assert tokenizer.decode(encode_prompt(tokenizer, problem)) == f"{problem.question}\n"
     of_system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     expected = f"{of_system}<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
+    if "enable_thinking" in qwen_tokenizer.chat_template:  # Qwen3's: it is told not to think
+        expected += "<think>\n\n</think>\n\n"
     assert qwen_tokenizer.decode(encode_prompt(qwen_tokenizer, letter)) == expected
     plain = toy_model.build_tokenizer()
     plain.chat_template = None
