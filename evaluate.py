@@ -21,7 +21,7 @@ from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record, sample_table, say_grade
-from tasks.data import NAMES, Problem, load_problems
+from tasks.data import NAMES, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -48,15 +48,7 @@ def sample_and_judge(model, tokenizer, problems, N, tokens, at_once, names=(), o
         yield sorted(all_gather(lines), key=lambda line: line["index"])
 
 
-def evaluate(
-    model,
-    tokenizer,
-    problems: list[Problem],
-    runs: int,
-    max_new_tokens: int,
-    seed: int,
-    **settings,
-) -> tuple[dict, list[dict]]:
+def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings):
     """Sample every problem `runs` times -> (summary, a line of each problem). settings:
     temperature, top_p, top_k.
 

@@ -146,12 +146,7 @@ def draw_curves(runs, names, out):
         top = max(axis.dataLim.y1, 0.1 if key in SHARES else 1e-3)
         axis.set(title=PANELS[key], ylim=(-0.02 * top, 1.04 * top))
         axis.set_xlabel(f"step (mean of {window})" if smooth > 1 else "step (band: 95%, or seeds)")
-    # A run may be in some panels only.
-    named = {}
-    for axis in figure.axes:
-        lines, labels = axis.get_legend_handles_labels()
-        named |= dict(zip(labels, lines))
-    figure.legend(named.values(), named, loc="outside lower center", ncols=4)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     save(figure, out)
 
 

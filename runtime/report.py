@@ -265,16 +265,8 @@ class RunLog:
             return
         print(f"{self.args.reward} on {self.args.dataset}")
         if rows := self.rows("evaluations.jsonl"):
-            print(f"  pass@1            {pass_at_1_change(pandas.DataFrame(rows))}")
-        steps = [line for line in self.rows("metrics.jsonl") if "seconds" in line]
-        steps = pandas.DataFrame(steps)
-        span = min(10, math.ceil(len(steps) / 2))  # since single steps ask different questions
-        for name in "reward", "exact_match", "answered":
-            first, last = (brief(part[name].mean()) for part in (steps[:span], steps[-span:]))
-            print(f"  {name:16}  first {first}, last {last} (mean of {span} of {len(steps)} steps)")
-        minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
-        print("  training minutes  " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
-        print(f"  model             {self.out}/checkpoints/step-{self.last_step}")
-        print(f"  curves            python plot.py {self.out}")
-        print(f"  samples           open {self.out}/samples.jsonl in docs/samples.html")
+            print(f"  pass@1   {pass_at_1_change(pandas.DataFrame(rows))}")
+        print(f"  model    {self.out}/checkpoints/step-{self.last_step}")
+        print(f"  curves   python plot.py {self.out}")
+        print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
         say_grade([row.get("verifier") for row in rows], self.out)

@@ -1,6 +1,5 @@
 """The prompt of a problem: the paper's wording, through the model's chat template."""
 
-import collections
 import functools
 import math
 import re
@@ -83,25 +82,26 @@ def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=math.i
     if tokenizer.chat_template:
         around_message(tokenizer, *chat_messages(problems[0])[:-1])  # is checked
     control, limit = control_tokens(tokenizer), positions(model)
-    kept, longest, left_out = [], 0, collections.Counter()
+    kept, longest, controlled, too_long = [], 0, 0, 0
     for problem in progress("prompts", problems, unit="prompt"):
         texts = "\n".join([problem.question, *problem.references])
         references = [tokenizer.encode(f"{{{each}}}") for each in problem.references]
         prompt = len(encode_prompt(tokenizer, problem))
         row = prompt + max_new_tokens + max(map(len, references))
         if any(token in texts for token in control):
-            left_out[f"of {len(problems)} questions or answers have a control token"] += 1
-        elif prompt > most:
-            left_out[f"prompts more than {most} tokens"] += 1
-        elif row > limit:
-            beside = f"beside {max_new_tokens} new tokens and the reference"
-            left_out[f"prompts more than the model's {limit} positions leave {beside}"] += 1
+            controlled += 1
+        elif prompt > most or row > limit:
+            too_long += 1
         else:
             kept.append(problem)
             longest = max(longest, row)
-    counts = ", and ".join(f"{count} {reason}" for reason, count in left_out.items())
+    counts = f"{controlled} of {len(problems)} questions or answers have a control token"
+    if too_long:
+        room = max(0, min(most, limit - max_new_tokens))
+        counts += f", and {too_long} prompts more than {room} tokens"
+        counts += f" (the model has {limit} positions, also for new tokens and the reference)"
     require(kept, f"{name}: no question is left; {counts}")
-    if left_out:
+    if len(kept) < len(problems):
         say(f"{name}: left out: {counts}")
     return kept, longest
 

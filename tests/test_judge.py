@@ -124,7 +124,7 @@ def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_mo
     assert sizes[0] < 128 < sizes[1] and asked < 120
     rows += [{"question": question * 30, "answer": "3"}]
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    says = "q.jsonl: left out: 2 prompts more than the model's 128 positions leave beside 60 new"
+    says = "and 2 prompts more than 68 tokens (the model has 128 positions, also for new tokens"
     for module, more in (judge, "--samples 2"), (evaluate, "--runs 2"):
         flags = f"--model {toy_model_dir} --dataset q.jsonl --max-new-tokens 60 {more}"
         code, _, err = script(module, f"{flags} --out {module.__name__}")
@@ -135,7 +135,7 @@ def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_mo
     code, _, err = script(train, flags)
     assert code == 0 and err.count(says) == 2, err
     code, _, err = script(evaluate, f"--model {toy_model_dir} --dataset q.jsonl --runs 1 --out e")
-    assert code == 0 and "beside 64 new tokens" in err, err  # half of the positions
+    assert code == 0 and "2 prompts more than 64 tokens" in err, err  # half of the positions
 
 
 def test_it_says_who_can_be_asked_and_that_it_can_be_pleased(script, toy_model_dir, tokenizer):

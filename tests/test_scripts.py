@@ -312,7 +312,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
     (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* 1 prompts more than 1 tokens"),
-    (train, "--max-new-tokens 200", r"the model's 128 positions leave beside 200 new"),
+    (train, "--max-new-tokens 200", r"1 prompts more than 0 tokens .the model has 128"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
     (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
