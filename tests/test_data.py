@@ -93,14 +93,10 @@ def test_numbers_of_parquet_are_as_printed(tmp_path):
     printed = pyarrow.array([0.1, 1e-5, 7], pyarrow.float32())
     half = pyarrow.array(numpy.array([0.1, 0.25, 7], numpy.float16))
     lists = pyarrow.array([[[0.1]], [[0.2]], None], pyarrow.list_(pyarrow.list_(pyarrow.float32())))
-    inside = pyarrow.StructArray.from_arrays([printed, lists, half], ["x", "y", "z"])
-    [row, *_] = table_rows(pyarrow.table({"a": inside, "b": [True, None, False]}))
-    assert row == {"a": {"x": 0.1, "y": [[0.1]], "z": 0.1}, "b": True}
-    for answer, expected in (
-        (exact, ["1.50", "2.00"]),
-        (printed, ["0.1", "0.00001", "7"]),
-        (half, ["0.1", "0.25", "7"]),
-    ):
+    inside = pyarrow.StructArray.from_arrays([half, lists], ["x", "y"])
+    assert table_rows(pyarrow.table({"a": inside}))[0] == {"a": {"x": 0.1, "y": [[0.1]]}}
+    references = ["1.50", "2.00"], ["0.1", "0.00001", "7"], ["0.1", "0.25", "7"]
+    for answer, expected in zip((exact, printed, half), references):
         options = pyarrow.array([[0.5, 0.1]] * 3, pyarrow.list_(pyarrow.float32()))
         table = pyarrow.table({"question": ["q"] * 3, "answer": answer})
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")

@@ -1,6 +1,5 @@
 """The language model underneath: tokens as bytes, sampling, the policy."""
 
-import copy
 import json
 import os
 import re
@@ -284,13 +283,6 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
     for problem, content in contents.items():
         prompt = plain.decode(encode_prompt(plain, problem))
         assert prompt == f"You are a helpful assistant.\n\n{content}\n\n"
-
-
-def test_a_chat_template_that_fails_is_one_line(tokenizer):
-    failing = copy.deepcopy(tokenizer)
-    failing.chat_template = "{{ raise_exception('no system message') }}"
-    with pytest.raises(InputError, match=r"template fails \(no system message\)"):
-        encode_prompt(failing, data.Problem("How many eggs?", "14"))
 
 
 # ------------------------------------------------------------------------------------------- policy

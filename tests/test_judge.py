@@ -117,11 +117,8 @@ def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatc
 def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_model_dir, tokenizer):
     """Its prompt, a completion and its reference, of questions in training and held out."""
     question = "Ana has 3 eggs. How many eggs?"
-    asked = len(tokenizer.encode(question + "\n")) + 60
-    answers = "3", "it is 3 eggs " * 10
-    rows = [{"question": question, "answer": answer} for answer in answers]
-    sizes = [asked + len(tokenizer.encode(f"{{{answer}}}")) for answer in answers]
-    assert sizes[0] < 128 < sizes[1] and asked < 120
+    assert len(tokenizer.encode(question)) < 20
+    rows = [{"question": question, "answer": answer} for answer in ("3", "it is 3 eggs " * 10)]
     rows += [{"question": question * 30, "answer": "3"}]
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     says = "and 2 prompts more than 68 tokens (the model has 128 positions, also for new tokens"

@@ -12,12 +12,11 @@ import evaluate
 import judge
 import train
 import warm_start
-from engine.tokens import vocabulary
 from reward_functions import asking_prompts, check_asked
 from runtime.cli import InputError
 from tasks import general_verifier, toy_model
 from tasks.data import Problem
-from tasks.prompts import encode_plain, encode_prompt, show_first, usable_prompts
+from tasks.prompts import encode_prompt, show_first, usable_prompts
 
 
 @pytest.mark.parametrize("script_of", [train, judge, evaluate])
@@ -85,47 +84,32 @@ def test_demonstrations_with_control_tokens_are_left_out_and_counted(script, toy
     assert code == 2 and re.fullmatch(f"warm_start.py: {says}\n", err), err
 
 
-def test_an_end_of_text_token_that_the_tokenizer_appends_is_taken_off():
-    plain, appending = toy_model.build_tokenizer(), toy_model.build_tokenizer()
-    special = [("<eos>", plain.eos_token_id), ("<pad>", plain.pad_token_id)]
-    appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        "<pad> $A <eos>", special_tokens=special
-    )
-    plain.chat_template = appending.chat_template = None
-    problem = Problem("How many?", "14")
-    asked = encode_prompt(plain, problem)
-    assert encode_prompt(appending, problem) == [plain.pad_token_id, *asked]  # what begins it stays
-    text = vocabulary(plain).join(asked).decode()
-    assert encode_plain(appending, text) == [plain.pad_token_id, *asked]
-
-
 PIECE = "{{ messages[-1].content }}"
-TEMPLATES = {  # what is wrong with them
-    "{{ messages[-1].role }}: A": "does not show the user's message once",
-    PIECE + PIECE: "does not show the user's message once",
-    "{{ messages[-1].content[0].text }}": "does not show the user's message once",
-    "{{ raise_exception('no user') }}": r"the chat template fails \(no user\)",
-}
+TEMPLATES = [
+    PIECE + PIECE,
+    "{{ messages[-1].content[0].text }}",
+    "{{ raise_exception('no user') }}",
+]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_that_does_not_show_the_message_is_refused(template):
     """Whether the model samples, is asked or grades."""
-    tokenizer = toy_model.build_tokenizer()
-    tokenizer.chat_template, problem = template, Problem("How many?", "14", "text")
+    tokenizer, problem = toy_model.build_tokenizer(), Problem("How many?", "14", "text")
+    tokenizer.chat_template = template
     asked = tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer
     for ask in (
         lambda: usable_prompts(*asked, [problem], "mine", 7),
         lambda: check_asked([problem], asked, 7),
         lambda: general_verifier.encode(tokenizer, (problem, "14"), "{question}"),
     ):
-        with pytest.raises(InputError, match=TEMPLATES[template]):
+        with pytest.raises(InputError, match="the chat template (does not show|fails .no user)"):
             ask()
 
 
 def test_all_are_asked_in_one_way():
-    """Without thinking, where the template knows it, and without a template behind the token that
-    begins a text."""
+    """Without thinking, where the template knows it. Without a template behind the token that
+    begins a text, and without the one that some tokenizers append."""
     tokenizer, problem = toy_model.build_tokenizer(), Problem("How many?", "14", "text")
 
     def asked():
@@ -135,13 +119,13 @@ def test_all_are_asked_in_one_way():
 
     tokenizer.chat_template = PIECE + "{% if enable_thinking is false %}done{% endif %}"
     assert [tokenizer.decode(ids)[-4:] for ids in asked()] == ["done"] * 3
+    tokenizer.chat_template = None
+    plain = list(asked())
     special = [("<eos>", tokenizer.eos_token_id), ("<pad>", tokenizer.pad_token_id)]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         "<pad> $A <eos>", special_tokens=special
     )
-    tokenizer.chat_template = None
-    first_and_last = [(ids[0], tokenizer.eos_token_id in ids) for ids in asked()]
-    assert first_and_last == [(tokenizer.pad_token_id, False)] * 3
+    assert list(asked()) == [[tokenizer.pad_token_id, *ids] for ids in plain]
 
 
 def test_a_grader_may_have_a_tokenizer_of_any_kind():

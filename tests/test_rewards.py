@@ -117,19 +117,18 @@ def test_exact_match_composes_accents_on_both_sides(tokenizer):
     assert group_metrics(judged[0], torch.zeros(3), torch.zeros(3))["exact_match"] == 2 / 3
 
 
-LONG = {"a..b": "a" + "." * 10**5 + "b", "5!!x": "5" + "!" * 10**5 + "x", "((": "(" * 10**5}
-LONG |= {two: two * 50_000 for two in ("- ", "' ", ", ", ".5", "²", "北")}
-LONG |= {"accents": "a" + "\u0301" * 50_000 + "\u0323" * 50_000, "text": r"\text{" * 16_000}
+LONG = ["a" + "." * 10**5 + "b", "5" + "!" * 10**5 + "x", "(" * 10**5, r"\text{" * 16_000]
+LONG += ["a" + "\u0301" * 50_000 + "\u0323" * 50_000]
+LONG += [two * 50_000 for two in ("- ", "' ", ", ", ".5", "²", "北")]
 
 
-@pytest.mark.parametrize("line", LONG)
-def test_a_long_line_takes_a_second(line):
-    started = time.process_time()
-    for verifier in "text", "letter", "toy-rule", "toy-truth":
-        assert not VERIFIERS[verifier](LONG[line], "14")
-    assert f1(words(LONG[line]), words("14")) == 0
-    assert general_verifier.decision("Final Decision" + LONG[line]) is None
-    assert time.process_time() - started < 2  # for six looks at it
+def test_a_long_line_takes_a_second():
+    for line in LONG:
+        started = time.process_time()
+        assert not any(VERIFIERS[name](line, "14") for name in VERIFIERS.keys() - {"math"})
+        assert f1(words(line), words("14")) == 0
+        assert general_verifier.decision("Final Decision" + line) is None
+        assert time.process_time() - started < 2, line[:9]  # for six looks at it
 
 
 def test_a_time_out_is_wrong():
@@ -315,12 +314,10 @@ def test_yes_and_no_are_asked_by_tokens_of_their_own(tokenizer, monkeypatch, cap
     with pytest.raises(InputError, match="positions, too few for"):
         check_asked([problem], (model, tokenizer), 500)
     check_asked([problem], (model, tokenizer), 8)
-    begins = re.search(
-        r"No have (\S+) of the .*, and the model would begin with", capsys.readouterr().err
-    )
+    says = re.search("No have (.*) of the .* would begin with", capsys.readouterr().err)
     ids = torch.tensor(asking_prompts(tokenizer, problem, ["14"]))
     p = model(ids).logits[0, -1].softmax(-1)
-    assert float(begins[1]) == pytest.approx(p[yes + no].sum().item(), rel=0.05)
+    assert float(says[1]) == pytest.approx(p[yes + no].sum().item(), rel=0.05)
     model.lm_head.forward = lambda last: torch.eye(len(tokenizer))[yes[:1]] * 20  # it says Yes
     check_asked([problem], (model, tokenizer), 8)
     assert capsys.readouterr().err == ""
