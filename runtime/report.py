@@ -158,7 +158,7 @@ class RunLog:
         steps = {*range(1, first_step)}
         for name, needed in zip(LOGS, (steps, steps, complete & {0, *steps})):
             lost = sorted(needed - {row["step"] for row in rows[name]})
-            require(not lost, f"{out / name} lacks the steps {lost[:3]}: restore it, or start a new run")
+            require(not lost, f"{out / name} lacks the steps {lost[:3]}: restore it or start anew")
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
         config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
         config["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
