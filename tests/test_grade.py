@@ -274,9 +274,9 @@ def test_the_verifier_is_read_on_the_rows_that_are_graded(user):
     rows.append(rows[0] | {"references": ["other"], "right": [False, False]})
     Path("a/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     order = list(grade.draw(grade.read_lines(Path("a")), 9, 0))
-    code, out = user("a", replies="".join("?\n" if r == ("other",) else "1\n" for _, r in order))
-    assert code == 0 and out.count("2 questions, what is right by") == 2, out
-    assert out.count("  a: pass@1 .5 ± 0\n") == 2
+    code, out = user("a", replies="".join("?\n" if r == ("other",) else "\n" for _, r in order))
+    assert code == 0 and "2 questions, what is right by you:\n  a: pass@1 0 ± 0\n" in out
+    assert "2 questions, what is right by the run's own verifier:\n  a: pass@1 .5 ± 0\n" in out
 
 
 def test_two_people_have_names(user):
