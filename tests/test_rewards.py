@@ -118,7 +118,7 @@ def test_exact_match_composes_accents_on_both_sides(tokenizer):
 
 
 LONG = ["a" + "." * 10**5 + "b", "5" + "!" * 10**5 + "x", "(" * 10**5, r"\text{" * 16_000]
-LONG += ["a" + "\u0301" * 50_000 + "\u0323" * 50_000]
+LONG += ["a" + "\u0301" * 50_000 + "\u0323" * 50_000, "_ " * 5_000]
 LONG += [two * 50_000 for two in ("- ", "' ", ", ", ".5", "²", "北")]
 
 
