@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from engine.load import add_flags, check_sampling, load
 from engine.sampling import positions
-from reward_functions import REWARDS, R_by_name, judge, judge_nothing
+from reward_functions import REWARDS, R_by_name, judge
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import group_record, sample_table, say_grade
-from tasks.data import NAMES, Problem, load_problems, to_problem
+from tasks.data import NAMES, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -44,20 +44,11 @@ def sample_and_judge(model, tokenizer, problems, N, tokens, at_once, names=(), o
             if names:
                 line["rewards"] = {name: R_by_name(name, [judged])[0].tolist() for name in names}
                 line["R"] = line["rewards"][names[0]]
-                line["nothing"] = judge_nothing(judged, names, model, tokenizer, other)
             lines.append(line)
         yield sorted(all_gather(lines), key=lambda line: line["index"])
 
 
-def evaluate(
-    model,
-    tokenizer,
-    problems: list[Problem],
-    runs: int,
-    max_new_tokens: int,
-    seed: int,
-    **settings,
-) -> tuple[dict, list[dict]]:
+def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings):
     """Sample every problem `runs` times -> (summary, a line of each problem). settings:
     temperature, top_p, top_k.
 
@@ -72,40 +63,23 @@ def evaluate(
     )
     samples = sample_table(lines, "tokens")
     by_question = samples.groupby(level=0).right.mean()
-    summary = {
-        "pass_at_1": float(by_question.mean()),
-        "stderr": float(by_question.sem()) if len(problems) > 1 else None,
-        "exact_match": float(samples.verbatim.mean()),
-        "answered": float(samples.answered.mean()),
-        "truncated": float(samples.truncated.mean()),
-        "tokens": float(samples.tokens.mean()),
-        "questions": len(problems),
-        "runs": runs,
-    }
-    return summary, lines
-
-
-def print_samples(model, tokenizer, question, runs, max_new_tokens, **settings):
-    """Print some samples of one question, each with its answer."""
-    # The question is checked as one of a data set, where a reference is needed; none is used here.
-    problem = to_problem({"question": question, "answer": "?"}, verifier="text")
-    problems, _ = usable_prompts(tokenizer, [problem], "--ask")
-    [group] = sample(model, tokenizer, problems, runs, max_new_tokens, **settings)
-    for text, answer in zip(group.texts, group.answers) if cli.is_rank_0() else ():
-        print(f"{text.strip()}\n-> {'no answer' if answer is None else answer}\n")
+    error = float(by_question.sem()) if len(problems) > 1 else None
+    samples["exact_match"] = samples.verbatim
+    means = samples[["exact_match", "answered", "truncated", "tokens"]].mean().to_dict()
+    summary = {"pass_at_1": float(by_question.mean()), "stderr": error} | means
+    return summary | {"questions": len(problems), "runs": runs}, lines
 
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--dataset", help=f"comma-separated names ({NAMES}) or files")
-    what.add_argument("--ask", metavar="QUESTION", help="only print some samples of one question")
+    add("--dataset", required=True, help=f"comma-separated names ({NAMES}) or files")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
-    add("--max-new-tokens", type=count, default=8192, help="longer completions are cut off")
+    cut = "longer completions are cut off (default: 8192, or half of the model's positions)"
+    add("--max-new-tokens", type=count, help=cut)
     add("--temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
     add("--top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
@@ -115,24 +89,20 @@ def main():
     args = parser.parse_args()
     device = init_ranks()
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    kind = dict(dtype=args.dtype, sampler=args.sampler)
-    if args.ask is not None:
-        model, tokenizer = load(args.model, device, check_sampling, **kind)
-        seed_everything(args.seed)
-        how = args.runs or 4, args.max_new_tokens
-        return print_samples(model, tokenizer, args.ask, *how, **sampling)
     names = [os.path.expanduser(name) for name in args.dataset.split(",")]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")
-    model, tokenizer = load(args.model, device, check_sampling, **kind)
-    most = positions(model) - 1  # room for a token
-    datasets = {name: usable_prompts(tokenizer, datasets[name], name, most)[0] for name in names}
-    for name, problems in datasets.items():
-        show_first(tokenizer, problems, name)
+    model, tokenizer = load(
+        args.model, device, check_sampling, dtype=args.dtype, sampler=args.sampler
+    )
+    tokens = args.max_new_tokens = args.max_new_tokens or int(min(8192, positions(model) / 2))
+    for name in datasets:
+        datasets[name], _ = usable_prompts(model, tokenizer, datasets[name], name, tokens)
+        show_first(tokenizer, datasets[name], name)
     results, path = {}, out / "samples.jsonl"
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        how = runs, args.max_new_tokens, args.seed
+        how = runs, tokens, args.seed
         results[name], lines = evaluate(model, tokenizer, problems, *how, **sampling)
         # Save now, since the next data set may take hours.
         append_rows(path, [{"dataset": name} | line for line in lines])

@@ -18,7 +18,6 @@ take its line out of the file. Two people take two names (--name).
 from runtime import cli  # isort: split
 
 import collections
-import hashlib
 import random
 import textwrap
 from pathlib import Path
@@ -26,9 +25,10 @@ from pathlib import Path
 import pandas
 import torch.distributed as dist
 
-from engine.load import load
+from engine.checkpoints import mark_of
+from engine.load import add_flags, load
 from judge import say_judgement
-from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
+from runtime.files import append_rows, read_rows
 from runtime.ranks import all_gather, init_ranks
 from runtime.report import over_questions
 from tasks.data import Problem
@@ -53,13 +53,18 @@ def read_lines(directory):
     return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
 
 
+def case_of(row):
+    """What is graded: a question with its references."""
+    return row["question"], tuple(row["references"])
+
+
 def draw(lines, count, seed):
-    """At most so many of the cases that all runs have, a case being a question with its references
-    -> {case: its lines}. Their order depends only on their text and the seed, so that grades are of
-    use with other runs, and with more questions."""
+    """At most so many of the cases that all runs have -> {case: its lines}. Their order depends
+    only on their text and the seed, so that grades are of use with other runs, and with more
+    questions."""
     cases = collections.defaultdict(list)
     for line in lines:
-        cases[line["question"], tuple(line["references"])].append(line)
+        cases[case_of(line)].append(line)
     runs = {line["run"] for line in lines}
     in_all = [case for case, own in cases.items() if {line["run"] for line in own} == runs]
     cli.require(in_all, "no question is in all of these directories with the same references")
@@ -77,8 +82,8 @@ def in_doubt(lines):
 
 
 class Grades:
-    """The file of grades: said[by][case, key] is True, False, or None if the question is left
-    out."""
+    """The file of grades, to which lines are only appended: said[by][case, key] is True, False, or
+    None if the question is left out."""
 
     def __init__(self, path):
         self.path, self.said = path, collections.defaultdict(dict)
@@ -86,10 +91,7 @@ class Grades:
         for number, row in enumerate(rows, start=1):
             with cli.as_input_error(f"{path}, line {number}: expected a grade of grade.py"):
                 cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
-                at = (row["question"], tuple(row["references"])), plain_text(row["answer"])
-                self.said[row["by"]][at] = row["right"]
-        if path.exists():  # without half a line that a kill has left
-            write_atomically(path, to_jsonl(rows))
+                self.said[row["by"]][case_of(row), plain_text(row["answer"])] = row["right"]
 
     def save(self, case, answer, right, by, **more):
         row = {"question": case[0], "references": case[1], "answer": answer, "right": right}
@@ -97,9 +99,9 @@ class Grades:
         self.said[by][case, plain_text(answer)] = right
 
     def column(self, cases, by):
-        """The lines of the cases that this grader has graded, with `right` as this grader says it.
-        They end before the first ungraded answer: later cases that happen to need no grade are the
-        easy ones, and would raise pass@1."""
+        """The lines of the cases that this grader has graded, with `right` as this grader says it,
+        and as the verifier said it. They end before the first ungraded answer: later cases that
+        happen to need no grade are the easy ones, and would raise pass@1."""
         graded = []
         for case, lines in cases.items():
             said = {key: self.said[by].get((case, key), "missing") for key in in_doubt(lines)}
@@ -109,7 +111,7 @@ class Grades:
                 said |= dict.fromkeys(map(plain_text, case[1]), True)
                 for line in lines:
                     right = [bool(a) and said[plain_text(a)] for a in line["answers"]]
-                    graded.append(line | {"right": right})
+                    graded.append(line | {"right": right, "verifier's": line["right"]})
         return graded
 
 
@@ -173,21 +175,15 @@ def by_model(todo, grades, by, model, prompt):
             grades.save(case, answer, right, by, reply=reply)
 
 
-def name_of(model_name, model, prompt):
-    """Who grades, with a mark that changes with the weights and with the prompt."""
-    sums = [f"{p.double().sum().item():.6g}" for p in model.parameters()]
-    return f"{model_name} {hashlib.sha256(repr([sums, prompt]).encode()).hexdigest()[:6]}"
-
-
 # -------------------------------------------------------------------------------------- the numbers
 
 
 def say_pass_at_1(lines, by):
     """Print pass@1 of each run, and its change from the first run, paired by question. ±: standard
-    errors over questions."""
-    shares = [(x["run"], x["question"], sum(x["right"]) / len(x["right"])) for x in lines]
-    table = pandas.DataFrame(shares, columns=["run", "question", "share"])
-    table = table.pivot_table("share", "question", "run", sort=False)  # the mean of equal questions
+    errors over questions. Lines with the same question and references are one."""
+    of_lines = [(x["run"], repr(case_of(x)), sum(x["right"]) / len(x["right"])) for x in lines]
+    table = pandas.DataFrame(of_lines, columns=["run", "case", "share"])
+    table = table.pivot_table("share", "case", "run", sort=False)
     print(f"\n{len(table)} questions, what is right by {by}:")
     for run in table:
         line = f"  {run}: pass@1 {over_questions(table[run])}"
@@ -216,6 +212,7 @@ def main():
     add("--by", default="you", metavar="you|MODEL", help="who grades: you, or a model's id or path")
     add("--name", default="you", help="your name, if several people grade")
     add("--prompt", help="file with another prompt for the model")
+    add_flags(add)
     add("--grades", help="the file of grades (default: grades.jsonl in the first DIR)")
     add("--questions", type=cli.number(int, 1), default=50, help="grade at most K questions")
     add("--seed", type=int, default=0, help="random seed of the choice of questions")
@@ -234,8 +231,8 @@ def main():
     by_a_model = args.by != "you"
     if not args.table:
         if by_a_model:
-            model = load(args.by, init_ranks())
-            by = name_of(args.by, model[0], prompt)
+            model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
+            by = f"{args.by} {mark_of(model[0], prompt)}"  # other weights are another grader
         todo = {}
         for case, own in cases.items():
             doubts = in_doubt(own).items()
@@ -254,16 +251,15 @@ def main():
         return print(f"{grades.path} has no grades of these questions")
     for name, column in columns.items():
         say_pass_at_1(column, name)
-    known = {line["question"] for column in columns.values() for line in column}
-    own = [line for case in cases.values() for line in case if line["question"] in known]
-    say_pass_at_1(own, "the run's own verifier")
+        of_verifier = [line | {"right": line["verifier's"]} for line in column]
+        say_pass_at_1(of_verifier, "the run's own verifier")
     first, *others = columns
     for name in others:
         say_agreement(first, name, grades.said[first], grades.said[name])
     for name, column in columns.items():
         for run in dict.fromkeys(line["run"] for line in column if "rewards" in line):
             print(f"\n{run}, what is right by {name}:")
-            say_judgement([line for line in column if line["run"] == run], graded=True)
+            say_judgement([line for line in column if line["run"] == run])
 
 
 if __name__ == "__main__":

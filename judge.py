@@ -21,8 +21,8 @@ from cer import check_scoring
 from engine.load import add_flags, check_sampling, load
 from engine.sampling import positions
 from evaluate import sample_and_judge
-from reward_functions import REWARDS, why_not_asked
-from runtime.files import append_rows
+from reward_functions import REWARDS, check_asked
+from runtime.files import append_rows, write_atomically
 from runtime.ranks import init_ranks, open_run_directory, seed_everything
 from runtime.report import brief, sample_table, say_grade
 from tasks.data import NAMES, load_problems
@@ -38,23 +38,29 @@ AT_ONCE = 8  # questions that a rank samples together; what is finished is on th
 # ---------------------------------------------------------------------------------------- the table
 
 
-def say_judgement(lines, graded=False):
-    """Print what lines of samples.jsonl say about their rewards -> the table, a DataFrame with a
-    row for each reward. graded: whether grade.py says what is right, and not the verifier."""
-    names = [*lines[0]["rewards"]]
+def say_judgement(lines, path=None):
+    """Print what lines of samples.jsonl say about the rewards that all of them have -> the table, a
+    DataFrame with a row for each reward. path: where it is written before anything is printed."""
+    rewards = pandas.DataFrame([line.get("rewards", {}) for line in lines])
+    of_all = rewards.notna().all()
+    names = [*rewards.columns[of_all]]
+    if not of_all.all():
+        print(f"left out, since some questions lack them: {', '.join(rewards.columns[~of_all])}")
+    if not names:
+        return None
     samples = sample_table([line | line["rewards"] for line in lines], *names)
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
-    mean = samples[samples.answered].groupby(level=0)[names].mean()  # of each question
-    table["nothing"] = (pandas.DataFrame([line.get("nothing", {}) for line in lines]) - mean).mean()
+    if path:
+        write_atomically(path, table.to_json(orient="index", indent=2, double_precision=15))
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
-    print(f"{len(lines)} questions x {len(lines[0]['answers'])} samples: {sampled}")
+    sizes = " or ".join(map(str, sorted({len(line["answers"]) for line in lines})))
+    print(f"{len(lines)} questions x {sizes} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
-    print("nothing: of answers that say nothing, less the mean; above 0 they become likelier")
-    if not graded and any(line.get("verifier") == "text" for line in lines):
-        print("`text` calls paraphrases wrong, which flatters exact and overlap: grade first")
+    if "asked" in names:
+        print("asked can be pleased: read samples (docs/measurements.md#why-not-ask-the-model)")
     return table
 
 
@@ -102,7 +108,8 @@ def main():
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, default=50, help="judge only the first K questions")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
-    add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
+    cut = "longer completions are cut off (default: 4096, or half of the model's positions)"
+    add("--max-new-tokens", type=count, help=cut)
     add("--rewards", default=DEFAULT, help=f"of {', '.join(KNOWN)}")
     add("--verifier-model", help="who is asked for the reward asked (default: the model itself)")
     add_flags(add)
@@ -117,16 +124,19 @@ def main():
     out = open_run_directory(args.out, "judge")
     kind = dict(dtype=args.dtype, sampler=args.sampler)
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, **kind)
-    problems, _ = usable_prompts(tokenizer, problems, args.dataset, positions(actor) - 1)
+    tokens = args.max_new_tokens or int(min(4096, positions(actor) / 2))
+    problems, _ = usable_prompts(actor, tokenizer, problems, args.dataset, tokens)
     show_first(tokenizer, problems, args.dataset)
     other = args.verifier_model and load(args.verifier_model, device, check_scoring)
     if "asked" in names:
-        if reason := why_not_asked(problems, other or (actor, tokenizer), args.max_new_tokens):
-            cli.say(f"asked is left out, since the model cannot be asked: {reason}")
+        try:
+            check_asked(problems, other or (actor, tokenizer), tokens)
+        except cli.InputError as reason:
+            cli.say(f"asked is left out, since {reason}")
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    how = args.samples, args.max_new_tokens, AT_ONCE, names, other
+    how = args.samples, tokens, AT_ONCE, names, other
     lines = []
     turns = math.ceil(len(problems) / AT_ONCE / dist.get_world_size())
     judged = sample_and_judge(actor, tokenizer, problems, *how)
@@ -134,11 +144,11 @@ def main():
         append_rows(out / "samples.jsonl", some)
         lines += some
     if cli.is_rank_0():
-        table = say_judgement(lines)
-        table.to_json(out / "judge.json", orient="index", indent=2, double_precision=15)
+        say_judgement(lines, path=out / "judge.json")
         say_grade([problem.verifier for problem in problems], out)
-        draw = f"python plot.py {out} --question 0"
-        print(f"all samples are in {out}; to draw one: {draw}")
+        print(f"all samples are in {out}")
+        if drawn := [k for k, line in enumerate(lines) if line.get("columns")]:
+            print(f"to draw one: python plot.py {out} --question {drawn[0]}")
     dist.destroy_process_group()
 
 

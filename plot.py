@@ -11,13 +11,14 @@ ending.
 from runtime.cli import Parser, printable, require, run_script, shorten  # isort: split
 
 import math
+import os
 from pathlib import Path
 
-import matplotlib
 import numpy
 import pandas
 
-matplotlib.use("Agg")
+os.environ["MPLBACKEND"] = "Agg"  # read when matplotlib is imported; a notebook sets its own
+import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 from matplotlib.font_manager import get_font_names
@@ -25,6 +26,7 @@ from matplotlib.font_manager import get_font_names
 from runtime.files import read_config, read_rows
 
 CJK = "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans"
+matplotlib.rcdefaults()  # without the user's matplotlibrc
 matplotlib.rcParams |= {
     "text.parse_math": False,  # answers may contain a $
     "axes.spines.top": False,
@@ -33,18 +35,6 @@ matplotlib.rcParams |= {
     # matplotlib takes a missing character from the next font, if that is installed.
     "font.family": ["DejaVu Sans", *(font for font in CJK if font in get_font_names())],
     "axes.titlesize": 14,
-}
-COLOURS = {  # of each reward, in every figure
-    "cer": "#0072B2",
-    "exact": "#D55E00",
-    "rule": "#000000",
-    "rule+cer": "#CC79A7",
-    "verifree": "#009E73",
-    "general-verifier": "#E69F00",
-    "overlap": "#56B4E9",
-    "overlap+cer": "#8C564B",
-    "asked": "#CC0000",
-    "any-box": "#999999",
 }
 
 
@@ -151,17 +141,12 @@ def draw_curves(runs, names, out):
         for number, name in enumerate(dict.fromkeys(names)):
             seeds = [table for table, of in zip(tables, names) if of == name and key in table]
             if seeds:
-                draw_seeds(axis, seeds, key, smooth, name, COLOURS.get(name, f"C{number}"))
+                draw_seeds(axis, seeds, key, smooth, name, f"C{number}")
         # A share of .003 that filled the whole panel would look like an alarm.
         top = max(axis.dataLim.y1, 0.1 if key in SHARES else 1e-3)
         axis.set(title=PANELS[key], ylim=(-0.02 * top, 1.04 * top))
         axis.set_xlabel(f"step (mean of {window})" if smooth > 1 else "step (band: 95%, or seeds)")
-    # A run may be in some panels only.
-    named = {}
-    for axis in figure.axes:
-        lines, labels = axis.get_legend_handles_labels()
-        named |= dict(zip(labels, lines))
-    figure.legend(named.values(), named, loc="outside lower center", ncols=4)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     save(figure, out)
 
 

@@ -6,7 +6,6 @@ what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer
 For a reward of your own add a function and a line to REWARDS.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ import torch
 
 import cer
 from engine.sampling import positions
-from engine.tokens import Box, batches, vocabulary
+from engine.tokens import batches, vocabulary
 from rloo import rloo_rows, verifree_rows
 from rollout import Group
-from runtime.cli import progress, require
+from runtime.cli import as_input_error, progress, require, say
 from runtime.report import verbatim
 from tasks import general_verifier
-from tasks.prompts import around_message
+from tasks.prompts import encode_message
 from tasks.verifiers import verify, words
 
 
@@ -105,10 +104,7 @@ def asking_prompts(tokenizer, problem, answers):
     references = " or ".join(f'"{reference}"' for reference in problem.references)
     # In one pass, since a reference may hold "{question}".
     text = ASK.format(question=problem.question.strip(), references=references)
-    before, after = around_message(tokenizer)
-    encode = vocabulary(tokenizer).encode
-    beginning = before + encode(text)
-    return [beginning + encode(f" {answer}{ASK_END}") + after for answer in answers]
+    return [encode_message(tokenizer, f"{text} {answer}{ASK_END}") for answer in answers]
 
 
 def decision_tokens(tokenizer):
@@ -121,38 +117,25 @@ def decision_tokens(tokenizer):
     return sorted(yes - no), sorted(no - yes)
 
 
-def why_not_asked(problems, asked_model, max_new_tokens):
-    """Why a model cannot be asked about these problems, or None. An answer has at most
-    max_new_tokens."""
+@torch.no_grad()
+def check_asked(problems, asked_model, max_new_tokens):
+    """InputError if a model cannot be asked about these problems, with answers of at most
+    max_new_tokens. If it would write something else than Yes or No about the references of the
+    first ones, a line says so."""
     model, tokenizer = asked_model
-    if not all(decision_tokens(tokenizer)):
-        return "its tokenizer begins Yes and No with the same token"
-    longest = max(len(asking_prompts(tokenizer, each, [""])[0]) for each in problems)
-    if longest + max_new_tokens > positions(model):
-        room = f"{longest} tokens of prompt and --max-new-tokens of answer"
-        return f"it has {positions(model)} positions, too few for {room}"
-    return None
-
-
-# ------------------------------------------------------------------------ answers that say nothing
-
-
-def judge_nothing(judged, names, actor, tokenizer, other=None) -> dict[str, float]:
-    """What rewards give in the mean to answers that say nothing, if a sample of this group had
-    written them: {name: reward}. Not for VeriFree's P, which looks at solutions. The answers get
-    rows of W, but no columns."""
-    group, scores = judged.group, judged.scores
-    texts = [group.problem.question.strip()[-200:], "Yes", "the same as the reference answer"]
-    texts = [text for text in texts if not verbatim(text, group.problem.references)]
-    written = dataclasses.replace(group, boxes=[Box(0, text, "}") for text in texts])
-    judges = set().union(*(REWARDS[name].judges for name in names)) - {"actor"}
-    [said] = judge([written], judges, actor, tokenizer, other=other)
-    if scores:
-        contexts = [group.prompt + group.solution(j) for j in scores.columns]
-        log_W = cer.answer_logprobs(actor, tokenizer, contexts, texts).cpu()
-        rows = dict(answers=texts, distinct_answers=texts, log_W=log_W)
-        said = dataclasses.replace(said, scores=dataclasses.replace(scores, **rows))
-    return {name: REWARDS[name].of(said).mean().item() for name in names if name != "verifree"}
+    cannot, decisions = "this model cannot be asked", decision_tokens(tokenizer)
+    require(all(decisions), f"{cannot}: its tokenizer begins Yes and No with the same token")
+    with as_input_error(cannot):
+        longest = max(len(asking_prompts(tokenizer, each, [""])[0]) for each in problems)
+    room = f"{longest} tokens of prompt and --max-new-tokens of answer"
+    few = f"it has {positions(model)} positions, too few for {room}"
+    require(longest + max_new_tokens <= positions(model), f"{cannot}: {few}")
+    first = [asking_prompts(tokenizer, each, [each.reference])[0] for each in problems[:4]]
+    _, last, _ = cer.read_contexts(model, first)
+    p = model.lm_head(last).float().softmax(-1).mean(0)  # [V]
+    if (share := p[sum(decisions, [])].sum().item()) < 0.5:
+        instead = f"the model would begin with {tokenizer.decode(p.argmax())!r}"
+        say(f"asked: Yes and No have {share:.2g} of the probability, and {instead}")
 
 
 # -------------------------------------------------------------------------------------- the rewards

@@ -18,9 +18,8 @@ from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save
 from engine.load import add_flags, check_sampling, load
 from engine.memory import check_disk, is_crowded, plan_memory
 from engine.policy import check_training, copy_weights, make_policy, moments_on_host
-from engine.sampling import positions
 from evaluate import evaluate
-from reward_functions import REWARDS, R_by_name, judge, why_not_asked
+from reward_functions import REWARDS, R_by_name, check_asked, judge
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime.files import read_config
@@ -55,36 +54,32 @@ def main():
         other = load(args.verifier_model or GENERAL_VERIFIER, device, sampler=args.sampler)
     elif "asked" in reward.judges and args.verifier_model:
         other = load(args.verifier_model, device, check_scoring)
-    problems, longest = usable_prompts(tokenizer, problems, args.dataset, args.max_prompt_tokens)
+    tokens, most = args.max_new_tokens, args.max_prompt_tokens
+    problems, longest = usable_prompts(actor, tokenizer, problems, args.dataset, tokens, most)
     if held_out:
-        held_out, _ = usable_prompts(tokenizer, held_out, args.eval_dataset, positions(actor) - 1)
-
+        held_out, _ = usable_prompts(actor, tokenizer, held_out, args.eval_dataset, tokens)
     if "asked" in reward.judges:
-        reason = why_not_asked(problems, other or (actor, tokenizer), args.max_new_tokens)
-        cli.require(not reason, f"this model cannot be asked: {reason}")
+        check_asked(problems, other or (actor, tokenizer), tokens)
 
     # A resumed run keeps its data and its flags.
-    data = fingerprint(problems, held_out, tokenizer.chat_template)
+    data = fingerprint(problems, held_out, tokenizer.chat_template, other)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
 
     # The policy is trained, and copied to the actor after each step. They are two because Adam's
     # small steps need fp32 (on several GPUs in shards), and sampling needs whole weights, in bf16.
-    longest_row = longest + args.max_new_tokens + longest_reference(tokenizer, problems)
-    token_budget, offload, memory_line = plan_memory(
-        actor, longest_row, args.microbatch_tokens, args.cpu_offload
-    )
-    disk_line = check_disk(actor, out, args.keep)
+    budget, offload, memory = plan_memory(actor, longest, args.microbatch_tokens, args.cpu_offload)
+    disk = check_disk(actor, out, args.keep)
     policy, optimizer = make_policy(model_path, offload, actor.dtype)
     first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
     copy_weights(policy, actor)
     check_training(policy, actor)
-    crowded = is_crowded(actor, offload, args.questions * args.samples // world, longest_row)
+    crowded = is_crowded(actor, offload, args.questions * args.samples // world, longest)
 
     # The log, and the order of the questions.
     log = RunLog(out, args, data, first_step, last_step)
-    log.header(actor, problems, f"{memory_line}\n{disk_line}")
+    log.header(actor, problems, f"{memory}\n{disk}")
     show_first(tokenizer, problems, args.dataset)
     if held_out:
         show_first(tokenizer, held_out, args.eval_dataset)
@@ -123,8 +118,9 @@ def main():
         rows = []
         for each, R_group, A_group in zip(judged, R, A):
             rows += reward.rows(each, R_group, A_group, tokenizer)
-        lr = learning_rate(step, last_step, args)
-        loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, token_budget)
+        fraction = (step - 1) / max(1, last_step - 1)  # the rate falls linearly to --lr-end of it
+        lr = args.lr * (1 + fraction * (args.lr_end - 1))
+        loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, budget)
         copy_weights(policy, actor)
         log.lap("update")
 
@@ -152,26 +148,11 @@ def main():
 # ------------------------------------------------------------------------------- parts of the loop
 
 
-def learning_rate(step, last_step, args):
-    """From --lr at the first step linearly to --lr x --lr-end at the last."""
-    fraction = (step - 1) / max(1, last_step - 1)
-    return args.lr * (1 + fraction * (args.lr_end - 1))
-
-
 def evaluation(actor, tokenizer, problems, args):
     """evaluate() with the flags of this run."""
     sampling = dict(temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k)
     runs, tokens = args.eval_runs, args.max_new_tokens
     return evaluate(actor, tokenizer, problems, runs, tokens, args.seed, **sampling)
-
-
-# ------------------------------------------------------------------------------------------ set-up
-
-
-def longest_reference(tokenizer, problems):
-    """The tokens of the longest reference, which CER and VeriFree read after a solution."""
-    references = [f"{{{each}}}" for problem in problems for each in problem.references]
-    return max(map(len, tokenizer(references)["input_ids"]))
 
 
 # -------------------------------------------------------------------------------------------- flags

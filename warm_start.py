@@ -39,7 +39,7 @@ def main():
     demonstrations = read_demonstrations(args.data)
     out = open_run_directory(args.out, "warm-start")
     model, tokenizer = load(args.model, device, check_sampling, check_scoring)
-    demonstrations, _ = usable_prompts(tokenizer, demonstrations, args.data)
+    demonstrations, _ = usable_prompts(model, tokenizer, demonstrations, args.data, 0)
     encode = vocabulary(tokenizer).encode
     pairs = [(encode_prompt(tokenizer, each), encode(each.reference)) for each in demonstrations]
     # The rate falls to about 0 by the last step, so that a single step would train nothing.

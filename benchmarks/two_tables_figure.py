@@ -19,8 +19,10 @@ import matplotlib.pyplot as plt
 import torch
 
 sys.path.append(sys.path[0] + "/..")  # where cer.py and rloo.py are
+from measure import COLOURS
+
+import plot  # noqa: F401, its settings
 from cer import cer
-from plot import COLOURS
 from rloo import leave_one_out
 from runtime.cli import Parser, number, run_script
 

@@ -14,13 +14,21 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from engine.load import export
 from runtime.cli import InputError, is_rank_0, require, say
-from runtime.files import checkpoints, read_config
+from runtime.files import checkpoints, how_to_resume, read_config
 
 
-def fingerprint(problems, held_out, template):
-    """What tells whether a resumed run has the same data and the same chat template."""
+def fingerprint(problems, held_out, template, judge=None):
+    """What tells whether a resumed run has the same data, chat template, and other model that
+    judges, if it has one: (model, tokenizer)."""
     digest = sha256(repr((problems, held_out, template)).encode()).hexdigest()[:16]
-    return f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
+    data = f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
+    return f"{data}, judge {mark_of(judge[0])}" if judge else data
+
+
+def mark_of(model, *more):
+    """A mark that changes with the weights of a model, and with what else is given."""
+    sums = [f"{p.double().sum().item():.6g}" for p in model.parameters()]
+    return sha256(repr([sums, *more]).encode()).hexdigest()[:6]
 
 
 def check_resumed(out, flags, may_change, last_step):
@@ -75,9 +83,8 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
             export(actor, tokenizer, partial)
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
-        last = ["none", *(path.name for _, path in checkpoints(out))][-1]
         problem = f"cannot save {directory} ({reason(error)})"
-        raise InputError(f"{problem}; the last complete checkpoint is {last}") from error
+        raise InputError(f"{problem}; {how_to_resume(out)}") from error
     os.sync()
     dist.barrier()
     if is_rank_0():

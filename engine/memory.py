@@ -8,7 +8,7 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from engine.sampling import bytes_of, bytes_that_fit, positions
+from engine.sampling import bytes_of, bytes_that_fit
 from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import InputError, require, say
 from runtime.files import checkpoints
@@ -19,16 +19,13 @@ MOST_TOKENS = {"cuda": 16384, "cpu": 4096}  # per micro-batch; a CPU gains nothi
 
 def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     """Decide how to fit the policy beside the actor -> (tokens in a micro-batch, whether to offload
-    to the CPU, a line for the log). longest_row: most tokens of a prompt, its completion and the
+    to the CPU, a line for the log). longest_row: most tokens of a prompt, its completion and its
     reference.
 
     On a GPU a micro-batch holds as many tokens as fit, at least one row. If one row, or the
     micro-batch that microbatch_tokens asks for, does not fit, the policy and Adam move to CPU
     memory. If it does not fit there either, this raises InputError before the policy is loaded. All
     ranks decide alike, by the smallest free memory of any rank. On a CPU nothing is estimated."""
-    takes = f"the longest prompt, --max-new-tokens and the longest reference take {longest_row}"
-    limit = positions(actor)
-    require(longest_row <= limit, f"the model has {limit} positions, and {takes}")
     if not torch.cuda.is_available():
         tokens = max(longest_row, microbatch_tokens or MOST_TOKENS["cpu"])
         return tokens, cpu_offload, f"memory: {tokens:,} tokens in a micro-batch"

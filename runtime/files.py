@@ -2,19 +2,21 @@
 
 import fcntl
 import json
+import os
 from pathlib import Path
 
+import numpy
 import pyarrow.parquet
 
-from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
+from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say, shorten
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
 
 def read_rows(path: str | Path, log: bool = False) -> list[dict]:
     """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
-    because readers that guess types turn "014" into 14. InputError names the first bad row. The
-    last line of a log may be half written, and is left out if it has no end."""
+    because readers that guess types turn "014" into 14. InputError names the first bad row. In a
+    log half a line, which a kill has left, is left out, and a line says so."""
     path = Path(path)
     ending = path.suffix.lower()
     require(ending in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
@@ -40,26 +42,38 @@ def parse_rows(path, ending, log):
     text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
     if text.lstrip().startswith("["):  # the file is one list
         return json.loads(text)
-    lines = text.split("\n")
-    if log:
-        lines.pop()  # empty, or half a line that a kill has left
-    return (json.loads(line) for line in lines if line.strip())
+    lines = [line for line in text.split("\n") if line.strip()]
+    return filter(None, map(whole_line, lines)) if log else map(json.loads, lines)
+
+
+def whole_line(line):
+    """The row of a line of a log, or None for half a line. It may be the last one, with or without
+    a line end, or one after which another process has gone on."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        say(f"half a line is left out: {shorten(line, 60)}")
 
 
 def table_rows(table):
-    """The rows of a pyarrow table as dicts. Numbers of 32 bits are read as they are printed, since
-    .1 would become 0.10000000149011612."""
-    schema = table.schema
-    for kind in pyarrow.string(), pyarrow.float64():
-        fields = []
-        for name, of in zip(schema.names, schema.types):
-            if of == pyarrow.float32():
-                of = kind
-            elif getattr(of, "value_type", None) == pyarrow.float32():
-                of = pyarrow.list_(kind)
-            fields.append((name, of))
-        table = table.cast(pyarrow.schema(fields))
-    return table.to_pylist()
+    """The rows of a pyarrow table as dicts, with floats as they are printed."""
+    columns = [
+        [as_printed(value, of) for value in column.to_pylist()]
+        for column, of in zip(table.columns, table.schema.types)
+    ]
+    return [dict(zip(table.column_names, row)) for row in zip(*columns)]
+
+
+def as_printed(value, of):
+    """A value of this type of pyarrow. A float of 16 or 32 bits becomes the one that is printed:
+    .1 would be 0.0999755859375 or 0.10000000149011612."""
+    if value is None or "float" not in str(of):
+        return value
+    if isinstance(value, dict):
+        return {field.name: as_printed(value[field.name], field.type) for field in of}
+    if isinstance(value, list):
+        return [as_printed(each, of.value_type) for each in value]
+    return float(str(numpy.float16(value) if "halffloat" in str(of) else numpy.float32(value)))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -67,15 +81,20 @@ def write_atomically(path: Path, text: str) -> None:
     rank 0 writes."""
     if is_rank_0():
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with as_input_error(f"cannot write {path}"):
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:
-    """Append rows as lines of JSON. Only rank 0 writes."""
+    """Append rows as lines of JSON, after half a line as new ones. Only rank 0 writes."""
     if is_rank_0():
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(to_jsonl(rows))
+        text = to_jsonl(rows).encode()
+        with as_input_error(f"cannot write {path}"), open(path, "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+            is_whole = file.read() in (b"", b"\n")
+            file.write(text if is_whole else b"\n" + text)
 
 
 def to_jsonl(rows: list[dict]) -> str:
@@ -114,3 +133,9 @@ def checkpoints(run):
     """All complete checkpoints of a run -> list of (step, directory), oldest first."""
     paths = {path.name.removeprefix("step-"): path for path in Path(run).glob("checkpoints/step-*")}
     return sorted((int(step), path) for step, path in paths.items() if step.isdigit())
+
+
+def how_to_resume(run):
+    """In words, for a run that cannot write."""
+    last = ["none", *(path.name for _, path in checkpoints(run))][-1]
+    return f"go on with --resume --out {run}; the last complete checkpoint is {last}"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime.cli import is_rank_0, say
-from runtime.files import append_rows, read_rows, to_jsonl, write_atomically
+from runtime.cli import InputError, is_rank_0, require, say
+from runtime.files import append_rows, how_to_resume, read_rows, to_jsonl, write_atomically
 from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
@@ -94,7 +94,7 @@ def say_grade(verifiers, directory):
     """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
     if "text" in verifiers:
         grade = f"python grade.py {directory}"
-        print(f"`text` calls paraphrases wrong; to say yourself what is right: {grade}")
+        print(f"`text` calls paraphrases wrong, which flatters exact and overlap: {grade}")
 
 
 def brief(x):
@@ -154,14 +154,18 @@ class RunLog:
         self.out, self.args = out, args
         self.first_step, self.last_step = first_step, last_step
         self.warned, self.started = set(), None
+        rows = {name: self.rows(name) for name in LOGS}
+        complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
+        steps = {*range(1, first_step)}
+        for name, needed in zip(LOGS, (steps, steps, complete & {0, *steps})):
+            lost = sorted(needed - {row["step"] for row in rows[name]})
+            require(not lost, f"{out / name} lacks the steps {lost[:3]}: restore it or start anew")
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
         config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
         config["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
         # A resumed run repeats the steps after its checkpoint. A kill may also have left an
         # evaluation whose samples are written and whose line in metrics.jsonl is not.
-        rows = {name: self.rows(name) for name in LOGS}
-        complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
         for name in LOGS:
             kept = [row for row in rows[name] if row["step"] < first_step]
             if name == "evaluations.jsonl":
@@ -173,6 +177,13 @@ class RunLog:
     def rows(self, name):
         """What is in a log so far. A kill may have left half of its last line."""
         return read_rows(self.out / name, log=True) if (self.out / name).exists() else []
+
+    def append(self, name, rows):
+        """Append rows to a log. Where that fails, as on a full disk, say how to go on."""
+        try:
+            append_rows(self.out / name, rows)
+        except InputError as error:
+            raise InputError(f"{error}; {how_to_resume(self.out)}") from error
 
     def header(self, actor, problems, memory):
         """Print the first lines of a run. memory: what memory.py says."""
@@ -192,8 +203,8 @@ class RunLog:
         pass_at_1, error = summary["pass_at_1"], summary["stderr"]
         numbers = {"step": step, "pass_at_1": pass_at_1, "pass_at_1_stderr": error}
         numbers["eval_exact_match"] = summary["exact_match"]
-        append_rows(self.out / "evaluations.jsonl", [{"step": step} | line for line in lines])
-        append_rows(self.out / "metrics.jsonl", [numbers])
+        self.append("evaluations.jsonl", [{"step": step} | line for line in lines])
+        self.append("metrics.jsonl", [numbers])
         when = f"after step {step}" if step else "before training"
         say(f"{when}  pass@1 {with_error(pass_at_1, error)}")
         sample = lines[0]
@@ -220,12 +231,12 @@ class RunLog:
         line["answer_tokens"] /= line["answered"] or 1  # the mean of the samples with an answer
         sampled = line["completion_tokens"] * R.shape[1] * len(described)
         line["tokens_per_second"] = sampled / sum(self.seconds.values())
-        append_rows(self.out / "metrics.jsonl", [line])
+        self.append("metrics.jsonl", [line])
         kept = [
             group_record(each, step=step, R=R_group.tolist())
             for each, R_group in zip(judged[:GROUPS_A_STEP], R)
         ]
-        append_rows(self.out / "samples.jsonl", kept)
+        self.append("samples.jsonl", kept)
         self.say_step(line)
         self.warn(line)
 
@@ -254,16 +265,8 @@ class RunLog:
             return
         print(f"{self.args.reward} on {self.args.dataset}")
         if rows := self.rows("evaluations.jsonl"):
-            print(f"  pass@1            {pass_at_1_change(pandas.DataFrame(rows))}")
-        steps = [line for line in self.rows("metrics.jsonl") if "seconds" in line]
-        steps = pandas.DataFrame(steps)
-        span = min(10, math.ceil(len(steps) / 2))  # since single steps ask different questions
-        for name in "reward", "exact_match", "answered":
-            first, last = (brief(part[name].mean()) for part in (steps[:span], steps[-span:]))
-            print(f"  {name:16}  first {first}, last {last} (mean of {span} of {len(steps)} steps)")
-        minutes = pandas.DataFrame(list(steps.seconds)).sum() / 60
-        print("  training minutes  " + ", ".join(f"{part} {m:.1f}" for part, m in minutes.items()))
-        print(f"  model             {self.out}/checkpoints/step-{self.last_step}")
-        print(f"  curves            python plot.py {self.out}")
-        print(f"  samples           open {self.out}/samples.jsonl in docs/samples.html")
+            print(f"  pass@1   {pass_at_1_change(pandas.DataFrame(rows))}")
+        print(f"  model    {self.out}/checkpoints/step-{self.last_step}")
+        print(f"  curves   python plot.py {self.out}")
+        print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
         say_grade([row.get("verifier") for row in rows], self.out)

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from engine.sampling import generate
-from engine.tokens import vocabulary
 from runtime.cli import as_input_error, require, say, shorten
-from tasks.prompts import around_message, encode_plain
+from tasks.prompts import encode_message, encode_plain
 
 VERIFIER_TOKENS = 1024  # longest reply
 FIELDS = re.compile(r"\{(question|reference|answer)\}")
@@ -61,15 +60,13 @@ def encode(tokenizer, pair, prompt):
     reference = " or ".join(problem.references)
     values = {"question": problem.question, "reference": reference, "answer": answer}
     text = FIELDS.sub(lambda field: values[field[1]], prompt or VERIFIER_PROMPT)
-    if prompt:
-        before, after = around_message(tokenizer)
-        return before + vocabulary(tokenizer).encode(text) + after
-    return encode_plain(tokenizer, text, split_special_tokens=True)
+    plain = encode_plain(tokenizer, text, split_special_tokens=True)
+    return encode_message(tokenizer, text) if prompt else plain
 
 
 MARKS = r"[\s*_#`$]*"  # Markdown's
 DECISION = re.compile(
-    rf"Final Decision{MARKS}[:：]?{MARKS}(?:\\boxed\{{)?(Yes|No)[}}*_`$ ]*(?=[.!\n]|$)",
+    rf"Final Decision{MARKS}(?:[:：]{MARKS})?(?:\\boxed\{{)?(Yes|No)[}}*_`$ ]*(?=[.!\n]|$)",
     re.IGNORECASE,
 )
 

@@ -1,8 +1,10 @@
 """The prompt of a problem: the paper's wording, through the model's chat template."""
 
+import functools
 import math
 import re
 
+from engine.sampling import positions
 from runtime.cli import as_input_error, progress, require, say, shorten
 
 # The wording of the paper's authors, from their code (the paper does not give it).
@@ -20,27 +22,39 @@ def chat_messages(problem):
 
 def encode_prompt(tokenizer, problem):
     """The prompt as token ids, through the chat template, or as plain text if the tokenizer has
-    none. InputError if the template fails."""
+    none."""
     messages = chat_messages(problem)
     if not tokenizer.chat_template:
         return encode_plain(tokenizer, "".join(m["content"] + "\n\n" for m in messages))
-    options = {"add_generation_prompt": True, "return_dict": False}
-    with as_input_error("the chat template fails"):  # it is a program
+    return tokenizer.encode(through_template(tokenizer, messages), add_special_tokens=False)
+
+
+def encode_message(tokenizer, text):
+    """What a model is asked about an answer, as token ids, through the chat template, or as plain
+    text if the tokenizer has none. The names of special tokens in it are ordinary text: it may hold
+    an answer, and a policy could learn to write them."""
+    if not tokenizer.chat_template:
+        return encode_plain(tokenizer, text, split_special_tokens=True)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    before, after = around_message(tokenizer)
+    return encode(before) + encode(text, split_special_tokens=True) + encode(after)
+
+
+def through_template(tokenizer, messages):
+    """The text that the chat template makes of messages. Models that can think before they answer
+    are told not to. InputError if the template, which is a program, fails."""
+    options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
+    with as_input_error("the chat template fails"):
         return tokenizer.apply_chat_template(messages, **options)
 
 
-def around_message(tokenizer):
-    """The token ids that a chat template puts before and after a user's message. The message is
-    encoded on its own, with the names of special tokens as ordinary text: it may hold an answer,
-    and a policy could learn to write them. Without a template there is nothing around it."""
-    if not tokenizer.chat_template:
-        return [], []
+def around_message(tokenizer, *before):
+    """What a chat template puts before and after a user's message, which it has to show once.
+    before: other messages."""
     mark = "\x00"
-    messages = [{"role": "user", "content": mark}]
-    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    before, after = chat.split(mark)
-    encode = tokenizer.encode
-    return encode(before, add_special_tokens=False), encode(after, add_special_tokens=False)
+    chat = through_template(tokenizer, [*before, {"role": "user", "content": mark}])
+    require(chat.count(mark) == 1, "the chat template does not show the user's message once")
+    return chat.split(mark)
 
 
 def encode_plain(tokenizer, text, **options):
@@ -60,24 +74,32 @@ def control_tokens(tokenizer):
     return [t.content for t in added if t.special or re.fullmatch("<.+>", t.content)]
 
 
-def usable_prompts(tokenizer, problems, name, most=math.inf):
-    """Leave out questions and references that hold a control token, and prompts of more than `most`
-    tokens -> (problems, tokens of the longest prompt). name: of the data set, for the messages.
-    InputError if no question is left."""
-    control = control_tokens(tokenizer)
+def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=math.inf):
+    """The rows that fit the model -> (problems, tokens of the longest row: its prompt, a completion
+    and its longest reference, which is read after a solution). Questions and references that hold a
+    control token are left out, prompts of more than `most` tokens, and rows for which the model has
+    too few positions. name: of the data set, for the messages. InputError if none is left."""
+    if tokenizer.chat_template:
+        around_message(tokenizer, *chat_messages(problems[0])[:-1])  # is checked
+    control, limit = control_tokens(tokenizer), positions(model)
     kept, longest, controlled, too_long = [], 0, 0, 0
     for problem in progress("prompts", problems, unit="prompt"):
         texts = "\n".join([problem.question, *problem.references])
+        references = [tokenizer.encode(f"{{{each}}}") for each in problem.references]
+        prompt = len(encode_prompt(tokenizer, problem))
+        row = prompt + max_new_tokens + max(map(len, references))
         if any(token in texts for token in control):
             controlled += 1
-        elif (size := len(encode_prompt(tokenizer, problem))) > most:
+        elif prompt > most or row > limit:
             too_long += 1
         else:
             kept.append(problem)
-            longest = max(longest, size)
+            longest = max(longest, row)
     counts = f"{controlled} of {len(problems)} questions or answers have a control token"
-    if most < math.inf:
-        counts += f", and {too_long} prompts more than {most} tokens"
+    if too_long:
+        room = max(0, min(most, limit - max_new_tokens))
+        counts += f", and {too_long} prompts more than {room} tokens"
+        counts += f" (the model has {limit} positions, also for new tokens and the reference)"
     require(kept, f"{name}: no question is left; {counts}")
     if len(kept) < len(problems):
         say(f"{name}: left out: {counts}")

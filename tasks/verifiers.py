@@ -10,6 +10,7 @@ as wrong, and the run goes on.
 from runtime.cli import message_of, require, say  # isort: split
 
 import collections
+import itertools
 import logging
 import re
 import unicodedata
@@ -84,18 +85,23 @@ def same_text(answer, reference):
 
 
 def plain_text(text):
-    """What is left of a text for `text` and for words()."""
+    """What is left of a text for `text` and for words(). Its time is linear in the length."""
     # Before NFKC turns a raised 2 into a plain one.
     plain = re.sub("[⁰¹²³⁴-⁹]+", lambda raised: f"^{raised[0]}", text)
+    # NFKC sorts accents, and takes the square of a run's length if they are not sorted.
+    runs = itertools.groupby(plain, lambda c: unicodedata.combining(c) > 0)
+    plain = "".join(c for _, run in runs for c in sorted(run, key=unicodedata.combining))
     plain = unicodedata.normalize("NFKC", plain).casefold()
     plain = re.sub(r"\\text *\{([^{}]*)\}", r"\1", plain)
     plain = re.sub(r"\\?\$", "", plain)
-    plain = " ".join("".join(map(plain_character, plain)).split())
-    ends = "".join(c for c in plain if c == "'" or unicodedata.category(c) == "Po")
+    plain = plain.translate({ord(c): plain_character(c) for c in {*plain}})
+    plain = " ".join(plain.split())
+    ends = "".join(c for c in {*plain} if c == "'" or unicodedata.category(c) == "Po")
     ends = re.escape(re.sub(r"[%‰#&@*/\\′″]", "", ends)) + " "  # these say something
-    # So do the point of .5 and the mark of a factorial. A text of punctuation alone stays.
+    # So do the point of .5 and the mark of a factorial. A text of punctuation alone stays. The end
+    # is looked at from behind: a search for it would begin anew at each of many dots.
     plain = re.sub(rf"^(?:(?!\.\d)[{ends}])+", "", plain) or plain
-    return re.sub(rf"(?:(?!(?<=[\d)])!)[{ends}])+$", "", plain) or plain or text
+    return re.sub(rf"^(?:(?!![\d)])[{ends}])+", "", plain[::-1])[::-1] or plain or text
 
 
 def plain_character(c):
@@ -116,7 +122,8 @@ def words(text):
     without punctuation (except the sign of a number) and articles. In scripts without spaces each
     character is a word."""
     plain = plain_text(text)
-    bare = "".join(c for c in re.sub(r"(?<!\w)-(?=\.?\d)", "−", plain) if not is_punctuation(c))
+    bare = re.sub(r"(?<!\w)-(?=\.?\d)", "−", plain)
+    bare = bare.translate({ord(c): None for c in {*bare} if is_punctuation(c)})
     found = re.findall(rf"[{UNSPACED}]|[^\s{UNSPACED}]+", bare)
     # What is nothing else stays as it is: "A", or "+".
     found = [word for word in found if word not in ("a", "an", "the")] or plain.split()

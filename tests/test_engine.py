@@ -1,6 +1,5 @@
 """The language model underneath: tokens as bytes, sampling, the policy."""
 
-import copy
 import json
 import os
 import re
@@ -277,6 +276,8 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
         assert tokenizer.decode(encode_prompt(tokenizer, problem)) == f"{problem.question}\n"
     of_system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     expected = f"{of_system}<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
+    if "enable_thinking" in qwen_tokenizer.chat_template:  # Qwen3's: it is told not to think
+        expected += "<think>\n\n</think>\n\n"
     assert qwen_tokenizer.decode(encode_prompt(qwen_tokenizer, letter)) == expected
     plain = toy_model.build_tokenizer()
     plain.chat_template = None
@@ -285,13 +286,6 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
     for problem, content in contents.items():
         prompt = plain.decode(encode_prompt(plain, problem))
         assert prompt == f"You are a helpful assistant.\n\n{content}\n\n"
-
-
-def test_a_chat_template_that_fails_is_one_line(tokenizer):
-    failing = copy.deepcopy(tokenizer)
-    failing.chat_template = "{{ raise_exception('no system message') }}"
-    with pytest.raises(InputError, match=r"template fails \(no system message\)"):
-        encode_prompt(failing, data.Problem("How many eggs?", "14"))
 
 
 # ------------------------------------------------------------------------------------------- policy

@@ -1,6 +1,7 @@
 """grade.py: what it asks, what it keeps, and its numbers by hand."""
 
 import io
+import json
 import re
 import statistics
 import sys
@@ -109,7 +110,7 @@ def test_it_goes_on_where_it_stopped(user):
     code, out = user("b a --seed 5 --grades a/grades.jsonl", replies="q\n")
     assert code == 0 and "1 of 1:\nQ0?" in out and "1 questions, what is right by you" in out
     code, out = user("a --questions 2 --seed 5", replies="?\n")
-    rows = read_rows("a/grades.jsonl")
+    rows = read_rows("a/grades.jsonl", log=True)
     assert [row["question"] for row in rows if row["right"] is None] == [order[1]]
     assert code == 0 and "1 questions, what is right by you" in out
     code, out = user("a b --seed 5", right={"14 eggs"})  # of that one, what is new
@@ -248,6 +249,36 @@ def test_the_newest_grade_counts_and_other_files_are_named(user):
     assert "B: pass@1 1" in user("B --table")[1]
 
 
+def test_a_file_of_grades_is_only_appended_to(user, monkeypatch):
+    """By several processes at once. The last line counts with and without its end."""
+    write("a", A)
+    assert user("a", right={"x"})[0] == 0
+    path = Path("a/grades.jsonl")
+    path.write_text(path.read_text().rstrip("\n"))
+    before = path.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", mock.Mock(side_effect=PermissionError))
+        code, table = user("a --table")
+    assert code == 0 and "3 questions, what is right by you" in table and path.read_text() == before
+    one, other = grade.Grades(path), grade.Grades(path)
+    one.save(("Q?", ("r",)), "v", True, "ann"), other.save(("Q?", ("r",)), "v", False, "bo")
+    assert [row["by"] for row in read_rows(path)][-3:] == ["you", "ann", "bo"]
+    assert path.read_text().startswith(before + "\n")
+
+
+def test_the_verifier_is_read_on_the_rows_that_are_graded(user):
+    """Not on others with the same question."""
+    write("a", {"Q0?": ["v", "w"], "Q1?": ["v", "w"]})
+    rows = read_rows("a/samples.jsonl")
+    rows = [row | {"right": [True, False]} for row in rows]
+    rows.append(rows[0] | {"references": ["other"], "right": [False, False]})
+    Path("a/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    order = list(grade.draw(grade.read_lines(Path("a")), 9, 0))
+    code, out = user("a", replies="".join("?\n" if r == ("other",) else "\n" for _, r in order))
+    assert code == 0 and "2 questions, what is right by you:\n  a: pass@1 0 ± 0\n" in out
+    assert "2 questions, what is right by the run's own verifier:\n  a: pass@1 .5 ± 0\n" in out
+
+
 def test_two_people_have_names(user):
     write("a", A)
     assert user("a --name ann", right={"x"})[0] == 0
@@ -275,6 +306,7 @@ def test_what_cannot_be_read_is_one_line(user):
         assert code == 2 and "a/grades.jsonl, line 1: expected a grade" in out, out
     Path("a/grades.jsonl").write_text('{"question": "Q')  # a kill in the first save
     assert user("a", right={"v"})[0] == user("a --table")[0] == 0
+    assert len(Path("a/grades.jsonl").read_text().splitlines()) == 2
     Path("a/grades.jsonl").unlink()
     append_rows(Path("a/grades.jsonl"), [grades[0] | {"right": True, "note": "ask Ann"}])
     assert user("a --table")[0] == 0

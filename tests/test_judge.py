@@ -1,6 +1,7 @@
 """judge.py against its numbers computed anew, by brute force over pairs, from what it wrote."""
 
 import json
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,7 @@ from processes import finish, run_in, start_ranks
 import cer
 import evaluate
 import judge
+import plot
 import train
 from runtime.files import read_rows
 from tasks.verifiers import VERIFIERS
@@ -86,16 +88,17 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
 
 
 def test_the_actor_is_asked_once_about_a_group(script, toy_model_dir, monkeypatch):
-    """Whatever rewards need it, and a verifier once about each distinct answer of a question."""
-    score = mock.Mock(side_effect=cer.score)
+    """Whatever rewards need it, its contexts read once, and a verifier once about each distinct
+    answer of a question."""
+    score = mock.Mock(side_effect=cer.answer_logprobs)
     program = mock.Mock(side_effect=VERIFIERS["toy-truth"])
-    monkeypatch.setattr(cer, "score", score)
+    monkeypatch.setattr(cer, "answer_logprobs", score)
     monkeypatch.setitem(VERIFIERS, "toy-truth", program)
     flags = f"--model {toy_model_dir} {FLAGS} --limit 3 --samples 6"
     code, _, err = script(judge, f"{flags} --rewards cer,verifree,exact,rule+cer,overlap+cer")
     assert code == 0 and score.call_count == 3, err
     answers = [{*row["answers"]} - {None, ""} for row in read_rows("j/samples.jsonl")]
-    assert program.call_count == sum(map(len, answers)) + 3 * 3  # answers that say nothing
+    assert program.call_count == sum(map(len, answers))
 
 
 def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatch):
@@ -111,39 +114,61 @@ def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatc
     assert code == 2 and "--out j is not empty" in err
 
 
-def test_a_prompt_that_fills_the_models_positions_is_left_out(script, toy_model_dir):
-    rows = [{"question": f"Ana has {k} eggs. How many eggs?", "answer": "3"} for k in (1, 2)]
-    rows[1]["question"] *= 30
+def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_model_dir, tokenizer):
+    """Its prompt, a completion and its reference, of questions in training and held out."""
+    question = "Ana has 3 eggs. How many eggs?"
+    assert len(tokenizer.encode(question)) < 20
+    rows = [{"question": question, "answer": answer} for answer in ("3", "it is 3 eggs " * 10)]
+    rows += [{"question": question * 30, "answer": "3"}]
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    says = "and 2 prompts more than 68 tokens (the model has 128 positions, also for new tokens"
     for module, more in (judge, "--samples 2"), (evaluate, "--runs 2"):
-        flags = f"--model {toy_model_dir} --dataset q.jsonl --max-new-tokens 8 {more}"
+        flags = f"--model {toy_model_dir} --dataset q.jsonl --max-new-tokens 60 {more}"
         code, _, err = script(module, f"{flags} --out {module.__name__}")
-        assert code == 0 and "and 1 prompts more than" in err, err
+        assert code == 0 and says in err, err
         assert len(read_rows(f"{module.__name__}/samples.jsonl")) == 1
-    held_out = "--dataset toy --eval-dataset q.jsonl --steps 1 --questions 1 --samples 2"
-    flags = f"--model {toy_model_dir} {held_out} --max-new-tokens 8 --out train"
+    held_out = "--dataset q.jsonl --eval-dataset q.jsonl --steps 1 --questions 1 --samples 2"
+    flags = f"--model {toy_model_dir} {held_out} --max-new-tokens 60 --out train"
     code, _, err = script(train, flags)
-    assert code == 0 and "and 1 prompts more than" in err, err
+    assert code == 0 and err.count(says) == 2, err
+    code, _, err = script(evaluate, f"--model {toy_model_dir} --dataset q.jsonl --runs 1 --out e")
+    assert code == 0 and "2 prompts more than 64 tokens" in err, err  # half of the positions
 
 
-def test_it_says_who_can_be_asked_and_what_nothing_receives(script, toy_model_dir, tokenizer):
+def test_it_says_who_can_be_asked_and_that_it_can_be_pleased(script, toy_model_dir, tokenizer):
     flags = "--dataset toy-test --limit 2 --samples 4 --max-new-tokens 24"
     code, out, err = script(judge, f"{flags} --model {toy_model_dir} --out a")
-    assert code == 0 and "asked is left out, since the model cannot be asked: it has 128" in err
+    assert code == 0 and "asked is left out, since this model cannot be asked: it has 128" in err
     assert "\nasked" not in out and "\ncer" in out
     for part in tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer:
         part.save_pretrained("long")
     code, out, err = script(judge, f"{flags} --model {toy_model_dir} --verifier-model long --out b")
-    assert code == 0 and "\nasked" in out, err
-    rows, table = read_rows("b/samples.jsonl"), json.loads(Path("b/judge.json").read_text())
-    for name in "cer", "exact", "asked":
-        more = []
-        for row in rows:
-            own = [R for R, answer in zip(row["rewards"][name], row["answers"]) if answer]
-            more += [row["nothing"][name] - sum(own) / len(own)] if own else []
-            assert (row["nothing"][name] > 0) == (name != "exact") or not own
-        assert table[name]["nothing"] == pytest.approx(sum(more) / len(more))
-    assert table["verifree"]["nothing"] is None
+    assert code == 0 and "\nasked " in out and "\nasked can be pleased: read samples" in out, err
+    assert "the model would begin with" in err
+
+
+def test_the_table_is_written_before_it_is_printed(script, toy_model_dir, monkeypatch):
+    """And the command that is printed draws a group that can be drawn."""
+    flags = f"--model {toy_model_dir} {FLAGS} --limit 2 --samples 4 --rewards"
+    code, out, err = script(judge, f"{flags} exact,any-box")
+    assert code == 0 and "plot.py" not in out, err
+    code, out, err = script(judge, f"{flags} exact,verifree".replace("--out j", "--out k"))
+    [draw] = re.findall(r"python plot.py (.*)", out)
+    assert code == 0 and script(plot, draw)[0] == 0, err
+    monkeypatch.setattr(judge, "brief", mock.Mock(side_effect=BrokenPipeError))
+    assert script(judge, f"{flags} exact".replace("--out j", "--out l"))[0] == 2
+    assert list(json.loads(Path("l/judge.json").read_text())) == ["exact"]
+
+
+def test_lines_with_other_rewards_have_those_of_all(capsys):
+    row = {"references": ["a"], "answers": ["a", "b"], "right": [True, False]}
+    row |= {"truncated": [False, False], "rewards": {"cer": [0.4, 0.1], "asked": [0.9, 0.2]}}
+    longer = row | {name: row[name] * 2 for name in ("answers", "right", "truncated")}
+    table = judge.say_judgement([row, longer | {"rewards": {"cer": [0.4, 0.1, 0.4, 0.1]}}])
+    out = capsys.readouterr().out
+    assert [*table.index] == ["cer"] and "left out, since some questions lack them: asked" in out
+    assert "2 questions x 2 or 4 samples" in out
+    assert judge.say_judgement([row, row | {"rewards": {"exact": [1.0, 0.0]}}, {}]) is None
 
 
 @pytest.mark.parametrize("verdict, tokens", [(True, 32), (False, 2)])  # 2 are too few for a box

@@ -1,6 +1,9 @@
 """The figures are drawn from a run's files."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -83,3 +86,12 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, line):
     write_run("a", [line], [])
     code, _, err = script(plot, "a")
     assert code == 0 and Path("a/curves.svg").exists(), err
+
+
+def test_it_draws_whatever_the_user_has_set(tmp_path):
+    """A notebook's backend, which may not be installed, and a matplotlibrc."""
+    write_run(tmp_path / "a", [], [GROUP])
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    mine = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    command = [sys.executable, plot.__file__, "a", "--question", "0"]
+    subprocess.run(command, env=mine, cwd=tmp_path, check=True)

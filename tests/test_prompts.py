@@ -4,17 +4,19 @@ import re
 from pathlib import Path
 
 import pytest
-from tokenizers import processors
+from conftest import tiny_model
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 import evaluate
 import judge
 import train
 import warm_start
-from engine.tokens import vocabulary
+from reward_functions import asking_prompts, check_asked
 from runtime.cli import InputError
-from tasks import toy_model
+from tasks import general_verifier, toy_model
 from tasks.data import Problem
-from tasks.prompts import encode_plain, encode_prompt, show_first, usable_prompts
+from tasks.prompts import encode_prompt, show_first, usable_prompts
 
 
 @pytest.mark.parametrize("script_of", [train, judge, evaluate])
@@ -48,17 +50,20 @@ def test_control_tokens_are_left_out_and_counted(capsys):
     good = Problem("How many?", "   14")
     bad = [Problem("How<eos>?", "14"), Problem("How?", "<think>14")]
     bad.append(Problem("How many?", "   14", others=("14<eos>",)))
-    problems, longest = usable_prompts(tokenizer, [*bad, good], "mine")
-    assert problems == [good] and longest == len(encode_prompt(tokenizer, good))
+    model = tiny_model(len(tokenizer))
+    problems, longest = usable_prompts(model, tokenizer, [*bad, good], "mine", 7)
+    parts = encode_prompt(tokenizer, good), [0] * 7, tokenizer.encode("{   14}")
+    assert problems == [good] and longest == sum(map(len, parts))
     says = "3 of 4 questions or answers have a control token"
     assert capsys.readouterr().err == f"mine: left out: {says}\n"
     with pytest.raises(InputError, match="mine: no question is left; 3 of 3 questions or"):
-        usable_prompts(tokenizer, bad, "mine")
+        usable_prompts(model, tokenizer, bad, "mine", 7)
 
 
 def test_qwens_control_tokens(qwen_tokenizer, capsys):
     references = "4<|im_end|>", "<think>\n\n</think>\n\n5", "<b>6</b>"
-    problems, _ = usable_prompts(qwen_tokenizer, [Problem("q", r) for r in references], "mine")
+    problems = [Problem("q", r) for r in references]
+    problems, _ = usable_prompts(tiny_model(8), qwen_tokenizer, problems, "mine", 7)
     assert [problem.reference for problem in problems] == ["<b>6</b>"]
 
 
@@ -79,15 +84,56 @@ def test_demonstrations_with_control_tokens_are_left_out_and_counted(script, toy
     assert code == 2 and re.fullmatch(f"warm_start.py: {says}\n", err), err
 
 
-def test_an_end_of_text_token_that_the_tokenizer_appends_is_taken_off():
-    plain, appending = toy_model.build_tokenizer(), toy_model.build_tokenizer()
-    special = [("<eos>", plain.eos_token_id), ("<pad>", plain.pad_token_id)]
-    appending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+PIECE = "{{ messages[-1].content }}"
+TEMPLATES = [
+    PIECE + PIECE,
+    "{{ messages[-1].content[0].text }}",
+    "{{ raise_exception('no user') }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_that_does_not_show_the_message_is_refused(template):
+    """Whether the model samples, is asked or grades."""
+    tokenizer, problem = toy_model.build_tokenizer(), Problem("How many?", "14", "text")
+    tokenizer.chat_template = template
+    asked = tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer
+    for ask in (
+        lambda: usable_prompts(*asked, [problem], "mine", 7),
+        lambda: check_asked([problem], asked, 7),
+        lambda: general_verifier.encode(tokenizer, (problem, "14"), "{question}"),
+    ):
+        with pytest.raises(InputError, match="the chat template (does not show|fails .no user)"):
+            ask()
+
+
+def test_all_are_asked_in_one_way():
+    """Without thinking, where the template knows it. Without a template behind the token that
+    begins a text, and without the one that some tokenizers append."""
+    tokenizer, problem = toy_model.build_tokenizer(), Problem("How many?", "14", "text")
+
+    def asked():
+        yield encode_prompt(tokenizer, problem)
+        yield asking_prompts(tokenizer, problem, ["14"])[0]
+        yield general_verifier.encode(tokenizer, (problem, "14"), "{question}")
+
+    tokenizer.chat_template = PIECE + "{% if enable_thinking is false %}done{% endif %}"
+    assert [tokenizer.decode(ids)[-4:] for ids in asked()] == ["done"] * 3
+    tokenizer.chat_template = None
+    plain = list(asked())
+    special = [("<eos>", tokenizer.eos_token_id), ("<pad>", tokenizer.pad_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         "<pad> $A <eos>", special_tokens=special
     )
-    plain.chat_template = appending.chat_template = None
-    problem = Problem("How many?", "14")
-    asked = encode_prompt(plain, problem)
-    assert encode_prompt(appending, problem) == [plain.pad_token_id, *asked]  # what begins it stays
-    text = vocabulary(plain).join(asked).decode()
-    assert encode_plain(appending, text) == [plain.pad_token_id, *asked]
+    assert list(asked()) == [[tokenizer.pad_token_id, *ids] for ids in plain]
+
+
+def test_a_grader_may_have_a_tokenizer_of_any_kind():
+    """One without bytes; the names of special tokens in an answer are ordinary text."""
+    backend = Tokenizer(
+        models.BPE({"<s>": 0, "</s>": 1, **{c: i + 2 for i, c in enumerate("ab▁")}}, [])
+    )
+    grader = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<s>")
+    grader.chat_template = "<s>" + PIECE
+    ids = general_verifier.encode(grader, (Problem("a", "b"), "</s>"), "{question}{answer}")
+    assert ids[:2] == [0, 2] and 1 not in ids

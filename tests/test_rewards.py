@@ -4,8 +4,8 @@ import copy
 import dataclasses
 import random
 import re
-import statistics
 import string
+import time
 from collections import Counter
 from hashlib import sha256
 from unittest import mock
@@ -23,12 +23,10 @@ from reward_functions import (
     R_by_name,
     Reward,
     asking_prompts,
+    check_asked,
     decision_tokens,
     f1,
     judge,
-    judge_nothing,
-    probability_of_yes,
-    why_not_asked,
 )
 from runtime.cli import InputError
 from runtime.report import group_metrics
@@ -117,6 +115,20 @@ def test_exact_match_composes_accents_on_both_sides(tokenizer):
     judged = judge(groups, set(), None, None)
     assert R_by_name("exact", judged).tolist() == [[1, 1, 0]]
     assert group_metrics(judged[0], torch.zeros(3), torch.zeros(3))["exact_match"] == 2 / 3
+
+
+LONG = ["a" + "." * 10**5 + "b", "5" + "!" * 10**5 + "x", "(" * 10**5, r"\text{" * 16_000]
+LONG += ["a" + "\u0301" * 50_000 + "\u0323" * 50_000, "_ " * 5_000]
+LONG += [two * 50_000 for two in ("- ", "' ", ", ", ".5", "²", "北")]
+
+
+def test_a_long_line_takes_a_second():
+    for line in LONG:
+        started = time.process_time()
+        assert not any(VERIFIERS[name](line, "14") for name in VERIFIERS.keys() - {"math"})
+        assert f1(words(line), words("14")) == 0
+        assert general_verifier.decision("Final Decision" + line) is None
+        assert time.process_time() - started < 2, line[:9]  # for six looks at it
 
 
 def test_a_time_out_is_wrong():
@@ -292,40 +304,26 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
                     assert received == pytest.approx(odds.sigmoid().item(), abs=1e-4)
 
 
-def test_yes_and_no_are_asked_by_tokens_of_their_own(tokenizer, monkeypatch):
+def test_yes_and_no_are_asked_by_tokens_of_their_own(tokenizer, monkeypatch, capsys):
     yes, no = decision_tokens(tokenizer)  # the toy spells by characters; both begin with a space
     assert [[tokenizer.decode(i) for i in ids] for ids in (yes, no)] in (
         [["Y", "y"], ["N", "n"]],
         [["y", "Y"], ["n", "N"]],
     )
     problem, model = data.Problem("How many?", "14"), tiny_model(len(tokenizer))
-    assert "positions, too few for" in why_not_asked([problem], (model, tokenizer), 500)
-    assert why_not_asked([problem], (model, tokenizer), 8) is None
+    with pytest.raises(InputError, match="positions, too few for"):
+        check_asked([problem], (model, tokenizer), 500)
+    check_asked([problem], (model, tokenizer), 8)
+    says = re.search("No have (.*) of the .* would begin with", capsys.readouterr().err)
+    ids = torch.tensor(asking_prompts(tokenizer, problem, ["14"]))
+    p = model(ids).logits[0, -1].softmax(-1)
+    assert float(says[1]) == pytest.approx(p[yes + no].sum().item(), rel=0.05)
+    model.lm_head.forward = lambda last: torch.eye(len(tokenizer))[yes[:1]] * 20  # it says Yes
+    check_asked([problem], (model, tokenizer), 8)
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr("reward_functions.decision_tokens", lambda tokenizer: ([], []))
-    assert "with the same token" in why_not_asked([problem], (model, tokenizer), 8)
-
-
-def test_answers_that_say_nothing_by_hand(tokenizer):
-    """For CER rows of W without a column; the others as if they were answers of the group. Where
-    "Yes" is a reference, it says something."""
-    model, names = tiny_model(len(tokenizer)), ["cer", "exact", "overlap", "asked", "verifree"]
-    texts = [r"3*4=12; so \boxed{14}", r"so 14 \boxed{14 eggs}", "no box"]
-    group = group_of(tokenizer, texts, ["Yes", "the reference"])
-    [judged] = judge([group], {"actor"}, model, tokenizer)
-    nothing = judge_nothing(judged, names, model, tokenizer)
-    said = [group.problem.question, "the same as the reference answer"]
-    contexts = [group.prompt + group.solution(j) for j in (0, 1)]
-
-    def after(answer):
-        return torch.tensor([log_pi(model, tokenizer, c, answer) for c in contexts])
-
-    P = after("Yes").exp() + after("the reference").exp()
-    rho = [after(text).softmax(0) @ P for text in said]
-    assert nothing["cer"] == pytest.approx(statistics.mean(map(float, rho)), rel=1e-3)
-    assert nothing["exact"] == 0 and "verifree" not in nothing
-    assert nothing["overlap"] == pytest.approx(2 * 1 / 5 / 2)  # a word of four, of one
-    P_yes = probability_of_yes([(group.problem, each) for each in said], (model, tokenizer))
-    assert nothing["asked"] == pytest.approx(statistics.mean(P_yes.values()))
+    with pytest.raises(InputError, match="with the same token"):
+        check_asked([problem], (model, tokenizer), 8)
 
 
 # --------------------------------------------------------------------------------- General-verifier

@@ -184,16 +184,19 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(script, stopped_run, toy_m
     for model.safetensors, but not for the first file of the training state, which is larger."""
     before = {path: path.read_bytes() for path in stopped_run.rglob("step-2/*") if path.is_file()}
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = (toy_model_dir / "model.safetensors").stat().st_size * 11 // 10
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
-    try:
-        code, _, err = script(train, "--out run --resume")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    last_line = err.splitlines()[-1]
-    assert code == 2 and last_line.startswith("train.py: cannot save run/checkpoints/step-4")
-    assert last_line.endswith("the last complete checkpoint is step-2")
-    assert before == {path: path.read_bytes() for path in before}
+    of_weights = (toy_model_dir / "model.safetensors").stat().st_size * 11 // 10
+    of_log = (stopped_run / "samples.jsonl").stat().st_size * 7 // 10
+    for limit, file in (of_log, "write run/samples.jsonl"), (of_weights, "save run/checkpoints/"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+        try:
+            code, _, err = script(train, "--out run --resume")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        last_line = err.splitlines()[-1]
+        assert code == 2 and last_line.startswith(f"train.py: cannot {file}"), err
+        helps = "go on with --resume --out run; the last complete checkpoint is step-2"
+        assert last_line.endswith(helps)
+        assert before == {path: path.read_bytes() for path in before}
 
 
 # ----------------------------------------------------------------------------------------- on a GPU

@@ -96,9 +96,7 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     assert named - {"--resume", "--epochs"} == set(re.findall(r"--[a-z][\w-]*", flags))
     monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
     code, _, err = script(train, flags)
-    assert code == 0 and "sampling with Hugging Face's generate(): engine/slots.py needs" in err, (
-        err
-    )
+    assert code == 0, err
     _, _, problems, runs, tokens = sampled.call_args.args
     assert (len(problems), runs, tokens, sampled.call_count) == (3, 2, 24, 3)
     assert sampled.call_args.kwargs.items() >= dict(temperature=0.5, top_p=0.9, top_k=5).items()
@@ -161,7 +159,7 @@ def test_resume(script, finished_run, stopped_run):
 
 BROKEN = {  # what is left of a file
     "config.json": ("{}", "run/config.json: expected an object with flags"),
-    "metrics.jsonl": ('{"step": 0\n{"step": 1}\n', "row 1: expected"),
+    "metrics.jsonl": ('{"step": 0\n{"step": 1}\n', r"lacks the steps \[2\]"),
     "checkpoints/step-2/training/*.safetensors": ("half", "training: .*; restore its .*or remove"),
 }
 
@@ -195,6 +193,31 @@ def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_
             patch.setattr(train, name, other)
             code, _, err = script(train, "--out run --resume")
         assert code == 2 and "since data was 8 questions and 3 held out, sha256 " in err, err
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_that_is_gone_ends_a_resumed_run(script, stopped_run, name):
+    """Or that has lost its first lines. Nothing that depends on it is deleted."""
+    lines = (stopped_run / name).read_text().splitlines(True)
+    for content in "", "".join(lines[3:]):
+        (stopped_run / name).write_text(content)
+        before = {path: path.read_bytes() for path in stopped_run.glob("*.json*")}
+        code, _, err = script(train, "--out run --resume --keep 2")
+        assert code == 2 and f"run/{name} lacks the steps [" in err.splitlines()[-1], err
+        assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_run_resumes_only_with_its_judge(script, quick, long_model_dir, tmp_path):
+    judge = shutil.copytree(long_model_dir, tmp_path / "judge")
+    flags = f"{quick} --reward asked --verifier-model judge --steps 1 --out run"
+    for command in flags, "--resume --out run --steps 2":
+        code, _, err = script(train, command)
+        assert code == 0, err
+    model = AutoModelForCausalLM.from_pretrained(judge)
+    model.lm_head.weight.data[0, 0] += 1
+    model.save_pretrained(judge)
+    code, _, err = script(train, "--resume --out run --steps 3")
+    assert code == 2 and "cannot go on, since data was" in err.splitlines()[-1], err
 
 
 def test_a_second_process_on_a_run_is_refused(script, tmp_path):
@@ -237,17 +260,6 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         assert row["answers"] == [box and box[1] for box in boxes] and len(boxes) == 4
         assert verify([(problems[i], answer) for answer in row["answers"]]) == row["right"]
         assert all(n == 21 for n, cut_off in zip(row["tokens"], row["truncated"]) if cut_off)
-
-
-def test_a_model_is_asked_one_question(script, toy_model_dir):
-    asked = ["--ask", "Ana has 3 bags of 4 eggs and 2 more eggs. How many eggs?"]
-    flags = f"--model {toy_model_dir} --max-new-tokens 32 --runs 3"
-    code, out, err = script(evaluate, flags, *asked)
-    assert code == 0 and out.count("\n-> ") == 3 and "boxed" in out, err
-    assert not list(Path().iterdir())
-    code, _, err = script(evaluate, flags, "--ask", " ")
-    assert code == 2 and "evaluate.py: no question" in err
-    assert script(evaluate, flags, "--ask", "")[::2] == (2, err)
 
 
 def test_a_supervised_start(script, toy_model_dir):
@@ -299,7 +311,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
     (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* 1 prompts more than 1 tokens"),
-    (train, "--max-new-tokens 200", r"the model has 128 positions"),
+    (train, "--max-new-tokens 200", r"1 prompts more than 0 tokens .the model has 128"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
     (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
