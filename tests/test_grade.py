@@ -193,7 +193,8 @@ def model_says(monkeypatch):
     """model_says(accepts): a model that accepts these answers, and whom it was asked about."""
 
     def install(*accepts):
-        monkeypatch.setattr(grade, "load", lambda *_, **__: (torch.nn.Linear(1, 1, bias=False), None))
+        verifier = torch.nn.Linear(1, 1, bias=False)
+        monkeypatch.setattr(grade, "load", lambda *_, **__: (verifier, None))
 
         def answers(pairs, *_):
             return [answer in accepts for _, answer in pairs], ["..."] * len(pairs)

@@ -194,6 +194,12 @@ def test_a_slip_is_taught_while_most_solutions_are_wrong_and_hardly_moved_late()
         s, a = torch.tensor([0] * K + [2] * (8 - K)), [2] + [0] * (K - 1) + [3] * (8 - K)
         pushes[K] = leave_one_out(cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log()))[0].item()
     assert pushes[2] > 0.03 > 0.02 > max(abs(pushes[6]), abs(pushes[7])) and pushes[8] == 0
+    # The lesson's three groups of four.
+    told = []
+    for s, a in ([0, 0, 1, 2], [2, 0, 2, 3]), ([0, 2, 2, 2], [2, 3, 3, 3]), ([0] * 4, [2, 0, 0, 0]):
+        s = torch.tensor(s)
+        told.append(leave_one_out(cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log()))[0].item())
+    assert told == approx([-0.117, 0.094, 0], abs=0.0005)
 
 
 def test_verifree_has_the_expected_gradient_of_exact_match_and_cer_another():
