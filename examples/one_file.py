@@ -81,7 +81,8 @@ def log_pi(model, tokenizer, context, answer):
 
 def naive_rewards(model, tokenizer, prompt, completions, reference):
     """R [N] of the completions of one question. Without a closed box, or with an empty one, it is
-    0. An empty box keeps its column in W, since its solution is a sample like any other."""
+    0. An empty box keeps its column in W, since its solution is a sample like any other. Without a
+    box nothing says where the solution ends, so there is no column."""
     boxes = [cut(tokenizer, ids) for ids in completions]
     contexts = [prompt + box[0] for box in boxes if box]
     log_W = {}  # answer -> its row of log W: log pi(answer | s_j, q), one column a closed box
@@ -124,8 +125,8 @@ def main():
             completions = sample(model, tokenizer, prompt)
             R = naive_rewards(model, tokenizer, prompt, completions, question["answer"])
             A = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
-            # R and A are constants (see no_grad above). With a gradient through R the step
-            # would be exact match's in expectation, since CER and exact match have the same mean.
+            # R and A are constants (see no_grad above). With the gradient of the mean reward added,
+            # the step would be (nearly, since R estimates rho) exact match's, by Theorem 2.
             for ids, A_i in zip(completions, A):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients
