@@ -199,6 +199,16 @@ def test_scripts_sample_with_it(script, quick, toy_model_dir, monkeypatch, name)
     assert sampled.call_count > 2  # of which two at load
 
 
+def test_train_moves_the_moments_where_it_is_crowded(script, quick, monkeypatch):
+    train = importlib.import_module("train")
+    for crowded in True, False:
+        monkeypatch.setattr(train, "is_crowded", lambda *_, found=crowded: found)
+        moved = mock.Mock(side_effect=train.moments_on_host)
+        with mock.patch.object(train, "moments_on_host", moved):
+            assert script(train, f"{quick} --steps 1 --out {crowded}")[0] == 0
+        assert [each.args[1] for each in moved.call_args_list] == [crowded]
+
+
 def test_logits_that_are_no_numbers_end_it(model):
     model.lm_head.weight.data[50] = torch.nan
     with pytest.raises(InputError, match="logits are not finite"):
