@@ -39,7 +39,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
             line = f"memory: {tokens:,} tokens in a micro-batch, about {needed(tokens) / 1e9:.3g} "
             line += f"of {free / 1e9:.3g} GB beside the actor"
             if offload:
-                check_host(actor)
+                require(not (lack := host_lacks(actor)), lack)
                 line += "; policy and Adam in CPU memory"
             return tokens, offload, line
     need = f"{least} tokens in a micro-batch need about {needed(least) / 1e9:.3g} GB"
@@ -47,35 +47,30 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: {helps}")
 
 
-def check_host(actor):
-    """Check that the host can hold the policy and Adam: 16 bytes for each parameter, and more since
-    pinned memory comes in powers of two."""
-    need, there = host_gb(actor)
-    says = f"policy and Adam need about {need:.3g} GB of CPU memory"
-    require(need < there, f"{says}, and there are {there:.3g}")
+def host_lacks(actor):
+    """What the host lacks to hold the policy and Adam, or None: 16 bytes for each parameter, and
+    more since pinned memory comes in powers of two."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    parameters = sum(p.numel() for p in actor.parameters()) * ranks_here / dist.get_world_size()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 20 * parameters > memory:
+        need = f"policy and Adam need about {20 * parameters / 1e9:.3g} GB of CPU memory"
+        return f"{need}, and there are {memory / 1e9:.3g}"
 
 
 def is_crowded(actor, cpu_offload, rows, longest_row):
     """Whether Adam's moments should be in CPU memory while engine/slots.py samples so many rows:
-    their keys and values would not fit beside the moments, and the host has room for these (8 bytes
-    for each parameter, up to twice that in powers of two, and what a save needs)."""
+    their keys and values would not fit beside the moments, and the host has room for these, which
+    are 8 bytes for each parameter, and for what a save needs."""
     if cpu_offload or not getattr(actor, "sampler", None):
         return False
     keys_and_values, _, _ = bytes_of(actor)
     moments = 8 * sum(p.numel() for p in actor.parameters()) / dist.get_world_size()
-    crowded = rows * longest_row * keys_and_values > bytes_that_fit(actor) - moments
-    need, there = host_gb(actor)
-    if crowded and need > there:
-        say(f"Adam's moments stay on the GPU: with {need:.3g} GB of CPU memory they could move")
-    return crowded and need < there
-
-
-def host_gb(actor, of_each=20):
-    """What so many bytes for each parameter take on this host, and its memory, in GB."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    parameters = sum(p.numel() for p in actor.parameters()) * ranks_here / dist.get_world_size()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return of_each * parameters / 1e9, memory / 1e9
+    if rows * longest_row * keys_and_values < bytes_that_fit(actor) - moments:
+        return False
+    if lack := host_lacks(actor):
+        say(f"Adam's moments stay on the GPU while it samples: {lack}")
+    return not lack
 
 
 def memory_needed(actor, cpu_offload, ranks, tokens):
