@@ -13,7 +13,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from engine import slots
 from engine.sampling import sampling_config
 from engine.tokens import vocabulary
-from runtime.cli import as_input_error, message_of, require, say
+from runtime.cli import InputError, as_input_error, message_of, require, say
 
 # A base model ends its text with one token, a chat model its turn with another. Stop at either.
 STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
@@ -165,33 +165,27 @@ def check_sampling(model, tokenizer):
 
 def choose_sampler(model, tokenizer):
     """Let engine/slots.py sample from the model, unless a line says why not."""
-    prompt = vocabulary(tokenizer).encode(r"so \boxed")
-    reason = why_unfit(model, prompt) or why_wrong(model, prompt)
+    reason = "not all of its layers have full attention"
+    if {type(layer) for layer in DynamicCache(config=model.config).layers} == {DynamicLayer}:
+        reason = try_slots(model, vocabulary(tokenizer).encode(r"so \boxed"))
     model.sampler = None if reason else slots.generate
     if reason:
         say(f"sampling with Hugging Face's generate(): {reason}")
 
 
-def why_unfit(model, prompt):
-    """Why engine/slots.py cannot sample from this model, or None. Torch's flash attention refuses
-    old cards, types of four bytes, and some sizes of heads by itself."""
-    if {type(layer) for layer in DynamicCache(config=model.config).layers} != {DynamicLayer}:
-        return "not all of its layers have full attention"
-    try:
-        slots.generate(model, [prompt], 1)  # without a CUDA graph
-    except Exception as error:
-        return f"engine/slots.py fails ({message_of(error)})"
-
-
 @torch.no_grad()
-def why_wrong(model, prompt):
+def try_slots(model, prompt):
     """Sample 24 tokens of two prompts, each twice, with graphs that are replayed and rows that are
-    moved. By how much the entropies differ from those of plain forward passes, or None."""
+    moved -> why not, or None: it fails (torch's flash attention refuses old cards, types of four
+    bytes and some sizes of heads), or entropies differ from those of plain forward passes."""
     # Random models in bf16 differ by up to .01, and by .05 to .5 if a wrong key is read.
     prompts, limit = 2 * [prompt[:1], prompt], 0.05 if model.dtype.itemsize == 2 else 1e-3
-    # An error while a graph is recorded leaves torch unusable, so there is no way back.
-    with as_input_error("engine/slots.py fails with this model: use --sampler generate"):
+    try:
         sampled = slots.generate(model, prompts, 24, piece=12, stops=[])
+    except InputError:  # of a graph, which leaves torch unusable
+        raise
+    except Exception as error:
+        return f"engine/slots.py fails ({message_of(error)})"
     for prompt, ids, entropy in zip(prompts, *sampled):
         logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits
         p = logits[0, len(prompt) - 1 : -1, : model.tokenizer_size].float().softmax(-1)

@@ -9,7 +9,7 @@ import transformers as hf
 
 from engine import sampling
 from engine.tokens import batches, pad
-from runtime.cli import progress, require
+from runtime.cli import as_input_error, progress, require
 
 ROWS_AT_ONCE = 512  # whose logits are held
 READ_AT_ONCE = 8192  # tokens of a prefill
@@ -100,7 +100,8 @@ def decode(slots, batch, steps, stops, draw, bar):
         step()
         bar.update(len(batch))
         if number == 0 and steps > 8:
-            step = as_graph(step)
+            with as_input_error("engine/slots.py fails with this model: use --sampler generate"):
+                step = as_graph(step)
     require(entropies.isfinite().all(), "the model's logits are not finite")
     for row, ids, of_tokens in zip(batch, tokens.T.tolist(), entropies.T.tolist()):
         row.take(ids, of_tokens, stops)

@@ -196,7 +196,7 @@ def test_scripts_sample_with_it(script, quick, toy_model_dir, monkeypatch, name)
     assert script(module, f"{flags} --sampler generate --out 1")[0] == 0 and not sampled.called
     code, _, err = script(module, f"{flags} --out 2")
     assert code == 0 and "generate()" not in err, err
-    assert sampled.call_count > 2  # of which two at load
+    assert sampled.call_count > 1  # of which one at load
 
 
 def test_train_moves_the_moments_where_it_is_crowded(script, quick, monkeypatch):
