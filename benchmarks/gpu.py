@@ -154,7 +154,8 @@ def decoding(model, tokenizer, length, repeats, steps=128):
 
 def sampling(model, tokenizer, length, repeats, rows=64, prompt=16):
     """Time 64 rows of log-normal lengths, cut at four times the mean, in pieces and in one call."""
-    longest, prompts, tokens = 4 * length, *log_normal(rows, prompt, length, 4 * length)
+    longest = 4 * length
+    prompts, tokens = log_normal(rows, prompt, length, longest)
     for how, piece in ("in pieces", longest // 8), ("one call", longest):
         _, taken = measure(1, generate, model, prompts, longest, piece)
         yield {"rows": rows, "how": how} | taken | {"tokens_per_second": tokens / taken["seconds"]}

@@ -178,8 +178,9 @@ def try_slots(model, prompt):
     """Sample 24 tokens of two prompts, each twice, with graphs that are replayed and rows that are
     moved -> why not, or None: it fails (torch's flash attention refuses old cards, types of four
     bytes and some sizes of heads), or entropies differ from those of plain forward passes."""
+    prompts = 2 * [prompt[:1], prompt]
     # Random models in bf16 differ by up to .01, and by .05 to .5 if a wrong key is read.
-    prompts, limit = 2 * [prompt[:1], prompt], 0.05 if model.dtype.itemsize == 2 else 1e-3
+    limit = 0.05 if model.dtype.itemsize == 2 else 1e-3
     try:
         sampled = slots.generate(model, prompts, 24, piece=12, stops=[])
     except InputError:  # of a graph, which leaves torch unusable

@@ -54,7 +54,8 @@ def generate(
     """
     if sampler := getattr(model, "sampler", None):
         return sampler(model, prompts, max_new_tokens, piece, name, **settings)
-    most, piece = positions(model), piece or 512
+    piece = piece or 512
+    most = positions(model)
     rows = [Row(prompt, max(1, min(max_new_tokens, most - len(prompt)))) for prompt in prompts]
     stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
     bar = progress(name, unit=" tokens", unit_scale=True)

@@ -23,12 +23,14 @@ def generate(model, prompts, max_new_tokens, piece=None, name="sample", stops=No
     others go on, as many as fit into memory. A row that has to wait is read again later. So only
     short rows wait, and the longest, for which all would wait in the end, never does.
     """
-    most, piece = sampling.positions(model), piece or 128
+    piece = piece or 128
+    most = sampling.positions(model)
     rows = [sampling.Row(ids, max(1, min(max_new_tokens, most - len(ids)))) for ids in prompts]
     sizes = [len(row.ids) + row.room for row in rows]
     slots = Slots(model, max(min(sum(sizes), tokens_that_fit(model, len(rows))), *sizes, 0))
     stops = model.generation_config.eos_token_id if stops is None else stops
-    draw, bar = drawing(**settings), progress(name, unit=" tokens", unit_scale=True)
+    draw = drawing(**settings)
+    bar = progress(name, unit=" tokens", unit_scale=True)
     before = model.config._attn_implementation
     model.set_attn_implementation("slots")
     try:
