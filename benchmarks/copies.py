@@ -48,6 +48,10 @@ def plain(text):
     return re.sub(r"^\W+|\W+$", "", text.lower())
 
 
+def copies_working(answer, solution):
+    return long(answer) and plain(answer) in solution.lower()
+
+
 def of_runs():
     """How many of the boxes are long -> a table with a row for each reward."""
     cells = {}
@@ -67,10 +71,9 @@ def with_solutions():
     for row in read_rows(RESULTS / "asked-texts.jsonl"):
         for text in row["texts"]:
             start, answer = split_answer(text) or (0, "")
-            copied = plain(answer) in text[:start].lower()
             counts[0] += bool(answer)
             counts[1] += long(answer)
-            counts[2] += long(answer) and copied
+            counts[2] += copies_working(answer, text[:start])
     return "{} boxes, {} over six words, {} of these copied".format(*counts)
 
 

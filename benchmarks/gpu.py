@@ -58,8 +58,7 @@ def main():
     else:
         model = random_model(shape, device, args.dtype)
     load.reset_generation_config(model, tokenizer)
-    if args.sampler == "auto" and device.type == load.SLOTS_ON:
-        load.choose_sampler(model, tokenizer)
+    load.choose_sampler(model, tokenizer, args.sampler)
     model.generation_config.eos_token_id = [model.config.vocab_size]  # no token
     cpu = f"CPU, {torch.get_num_threads()} threads"
     origin = {

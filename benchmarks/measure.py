@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: the root directory, colours, tables, the commit."""
+"""Shared by the benchmarks: the root directory, tables, the commit."""
 
 import subprocess
 import sys
@@ -6,18 +6,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-COLOURS = {  # of each reward, in every picture
-    "cer": "#0072B2",
-    "exact": "#D55E00",
-    "rule": "#000000",
-    "rule+cer": "#CC79A7",
-    "verifree": "#009E73",
-    "general-verifier": "#E69F00",
-    "overlap": "#56B4E9",
-    "overlap+cer": "#8C564B",
-    "asked": "#CC0000",
-    "any-box": "#999999",
-}
 
 
 def markdown(cells, corner=""):

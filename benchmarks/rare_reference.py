@@ -35,6 +35,7 @@ from unittest import mock
 import own_case
 import pandas
 import torch
+from copies import copies_working
 from measure import ROOT, markdown
 
 from engine.tokens import split_answer
@@ -124,7 +125,9 @@ def run(args):
     """The start, its samples, and the runs."""
     args.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * args.minutes
-    start, before, held_out = args.out / "start", args.out / "before", args.rows / "held-out.jsonl"
+    start = args.out / "start"
+    before = args.out / "before"
+    held_out = args.rows / "held-out.jsonl"
     command = f"warm_start --model {args.model} --data {args.rows}/start.jsonl --epochs 1"
     make(start, 0.94, command, ends)
     same = f"--max-new-tokens 80 --verifier text {args.flags}"
@@ -176,7 +179,8 @@ def make(directory, share, command, ends):
 def texts(args):
     """Write the samples, the steps and the pool, and fill in what the readers say."""
     rows = {row["question"]: row for row in read_rows(args.rows / "held-out.jsonl")}
-    samples, steps = [*sample_lines("before-0", args.runs / "before/samples.jsonl", rows)], []
+    samples = [*sample_lines("before-0", args.runs / "before/samples.jsonl", rows)]
+    steps = []
     for path in sorted(args.runs.glob("*-*/evaluations.jsonl")):
         if not path.parent.name.startswith("partial-"):
             samples += sample_lines(path.parent.name, path, rows)
@@ -213,16 +217,11 @@ def sample_lines(run_and_seed, path, rows):
     for group in read_rows(path):
         of_group = {key: rows[group["question"]][key] for key in ("question", "data", "line")}
         for i, (answer, text) in enumerate(zip(group["answers"], group["texts"])):
-            answer, equal = answer or "", int(group["right"][i])
-            line = {"run": name, "seed": seed} | of_group | {"sample": i, "answer": answer}
-            line |= {"text": equal, "copy": int(copies(answer, text))}
+            equal = int(group["right"][i])
+            start, _ = split_answer(text) or (0, "")
+            line = {"run": name, "seed": seed} | of_group | {"sample": i, "answer": answer or ""}
+            line |= {"text": equal, "copy": int(copies_working(answer or "", text[:start]))}
             yield line | {"read": "" if answer and not equal else equal}
-
-
-def copies(answer, text):
-    """Whether a box of more than six words is found in its solution (results/copies.md)."""
-    is_long = len(answer.split()) > 6
-    return is_long and plain_text(answer) in plain_text(text[: split_answer(text)[0]])
 
 
 def what_is_said(pool, readings):

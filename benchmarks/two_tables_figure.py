@@ -19,8 +19,6 @@ import matplotlib.pyplot as plt
 import torch
 
 sys.path.append(sys.path[0] + "/..")  # where cer.py and rloo.py are
-from measure import COLOURS
-
 import plot  # noqa: F401, its settings
 from cer import cer
 from rloo import leave_one_out
@@ -64,7 +62,8 @@ def judge(reward, theta, phi, s, a, reference, M, by_std=False, asked=ASKED, mor
         first = own.int().argmax(-1)[..., None].expand_as(own)  # equal answers share their choice
         keys = own + torch.rand(log_W.shape).gather(-2, first)
         log_W[keys < keys.topk(M).values[..., -1:]] = -torch.inf
-    R_cer, right = cer(log_W, of_reference.gather(-1, s)), (a < values // S).float()
+    R_cer = cer(log_W, of_reference.gather(-1, s))
+    right = (a < values // S).float()
     exact = (a == reference).float()
     R = {
         "exact match": exact,
@@ -113,11 +112,17 @@ def train(reward, forms=8, slip=0.3, skew=0.0, N=8, M=None, questions=4, steps=1
 # ------------------------------------------------------------------------- the table and the figure
 
 # The reward of a curve -> its colour, dashes and width, from the bottom of a panel to its top.
-CURVES = {"perfect verifier": ("silver", "-", 7), "Rule+CER": (COLOURS["rule+cer"], ":", 4)}
-CURVES |= {"VeriFree": (COLOURS["verifree"], "-.", 2)}
-CURVES |= {"exact match": (COLOURS["exact"], "--", 2.5), "CER": (COLOURS["cer"], "-", 2)}
-FURTHER = {"asked": (COLOURS["asked"], "-", 2.5)}
-FURTHER |= {"average of CER and exact match": (COLOURS["overlap+cer"], ":", 4)}
+CURVES = {  # reward -> colour, dashes, width
+    "perfect verifier": ("silver", "-", 7),
+    "Rule+CER": ("#CC79A7", ":", 4),
+    "VeriFree": ("#009E73", "-.", 2),
+    "exact match": ("#D55E00", "--", 2.5),
+    "CER": ("#0072B2", "-", 2),
+}
+FURTHER = {  # in the pictures with further answers
+    "asked": ("#CC0000", "-", 2.5),
+    "average of CER and exact match": ("#8C564B", ":", 4),
+}
 
 
 def draw_panel(axis, title, curves, steps, **options):
@@ -158,8 +163,9 @@ def draw_copies(out, seeds):
     30%."""
     average = "average of CER and exact match"
     rewards = "perfect verifier", average, "VeriFree", "exact match", "CER"
-    curves, shares = dict.fromkeys(rewards, {}), (0.02, 0.1, 0.3)
-    draw_more(out, seeds, COPIES, "answers that copy their solution", shares, 0.1, curves, rewards)
+    curves = {name: {} for name in rewards}
+    what = "answers that copy their solution"
+    draw_more(out, seeds, COPIES, what, (0.02, 0.1, 0.3), 0.1, curves, rewards)
 
 
 def draw_more(out, seeds, more, what, shares, drawn_share, curves, drawn):

@@ -44,8 +44,7 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
     with as_input_error(f"{model.config.model_type} is not supported"):
         for check in checks:
             check(model, tokenizer)
-    if sampler == "auto" and model.device.type == SLOTS_ON:
-        choose_sampler(model, tokenizer)
+    choose_sampler(model, tokenizer, sampler)
     return model, tokenizer
 
 
@@ -163,8 +162,10 @@ def check_sampling(model, tokenizer):
         require(unchanged, "generate() changes its logits")
 
 
-def choose_sampler(model, tokenizer):
-    """Let engine/slots.py sample from the model, unless a line says why not."""
+def choose_sampler(model, tokenizer, sampler="auto"):
+    """On a GPU let engine/slots.py sample from the model, unless a line says why not."""
+    if sampler == "generate" or model.device.type != SLOTS_ON:
+        return
     reason = "not all of its layers have full attention"
     if {type(layer) for layer in DynamicCache(config=model.config).layers} == {DynamicLayer}:
         reason = try_slots(model, vocabulary(tokenizer).encode(r"so \boxed"))

@@ -400,8 +400,8 @@ def test_moments_on_the_host_change_no_step(monkeypatch, capsys):
             found[wanted, step] = update(trained, adam, rows, 1e-3, 100)
     assert all(found[True, step] == found[False, step] for step in range(3))
     assert len({found[True, step] for step in range(3)}) == 3
-    assert len({copy.untyped_storage().data_ptr() for copy in adam.on_host}) == 1
     size = sum(p.numel() for p in trained.parameters())
+    assert adam.on_host.shape == (2 * size,)
     assert not memory.is_crowded(trained.model, False, 10**9, 10)  # with Hugging Face's generate()
     trained.model.sampler = slots.generate
     for times, offload, may in (21, False, True), (21, True, False), (19, False, False):
