@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine import slots
-from engine.sampling import sampling_config
+from engine.sampling import generate, sampling_config
 from engine.tokens import vocabulary
 from runtime.cli import InputError, as_input_error, message_of, require, say
 
@@ -168,9 +168,10 @@ def choose_sampler(model, tokenizer, sampler="auto"):
         return
     reason = "not all of its layers have full attention"
     if {type(layer) for layer in DynamicCache(config=model.config).layers} == {DynamicLayer}:
+        model.sample_pieces = slots.sample_pieces
         reason = try_slots(model, vocabulary(tokenizer).encode(r"so \boxed"))
-    model.sampler = None if reason else slots.generate
     if reason:
+        model.sample_pieces = None
         say(f"sampling with Hugging Face's generate(): {reason}")
 
 
@@ -183,7 +184,7 @@ def try_slots(model, prompt):
     # Random models in bf16 differ by up to .01, and by .05 to .5 if a wrong key is read.
     limit = 0.05 if model.dtype.itemsize == 2 else 1e-3
     try:
-        sampled = slots.generate(model, prompts, 24, piece=12, stops=[])
+        sampled = generate(model, prompts, 24, piece=12, name="check", stops=[])
     except InputError:  # of a graph, which leaves torch unusable
         raise
     except Exception as error:

@@ -62,7 +62,7 @@ def is_crowded(actor, cpu_offload, rows, longest_row):
     """Whether Adam's moments should be in CPU memory while engine/slots.py samples so many rows:
     their keys and values would not fit beside the moments, and the host has room for these, which
     are 8 bytes for each parameter, and for what a save needs."""
-    if cpu_offload or not getattr(actor, "sampler", None):
+    if cpu_offload or not getattr(actor, "sample_pieces", None):
         return False
     keys_and_values, _, _ = bytes_of(actor)
     moments = 8 * sum(p.numel() for p in actor.parameters()) / dist.get_world_size()

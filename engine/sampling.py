@@ -37,37 +37,28 @@ class EachStep(LogitsProcessor):
         return logits
 
 
-def generate(
-    model, prompts: list[list[int]], max_new_tokens: int, piece=None, name="sample", **settings
-) -> tuple[list[list[int]], list[float]]:
+def generate(model, prompts, max_new_tokens, piece=None, name="sample", stops=None, **settings):
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
-    A completion ends early where the model has no more positions. settings: see sampling_config.
+    A completion ends early where the model has no more positions. piece: see below. name: of the
+    progress bar. stops: in place of the model's stop tokens. settings: see sampling_config.
+
+    Rows grow by a piece of some hundred tokens, so that those that have ended make room for others.
+    Who samples a piece is generate_pieces, or slots.sample_pieces if choose_sampler has set it.
 
     Another sampler would replace this function. It gets its weights where copy_weights sets the
     actor's, and its seed where seed_everything sets torch's. It may return no entropies ([]).
-
-    model.generate() runs in pieces of a few hundred tokens. The batch of a piece is made of the
-    shortest unfinished rows, as many as fit in memory. So finished rows do not stay in memory until
-    the longest one ends. A piece prefills its rows again. This costs one forward pass, but no KV
-    cache is kept between pieces.
     """
-    if sampler := getattr(model, "sampler", None):
-        return sampler(model, prompts, max_new_tokens, piece, name, **settings)
-    piece = piece or 512
     most = positions(model)
     rows = [Row(prompt, max(1, min(max_new_tokens, most - len(prompt)))) for prompt in prompts]
-    stops, budget = set(model.generation_config.eos_token_id), bytes_that_fit(model)
+    stops = model.generation_config.eos_token_id if stops is None else stops
     bar = progress(name, unit=" tokens", unit_scale=True)
-    while unfinished := [row for row in rows if row.room > 0]:
-        finished = len(rows) - len(unfinished)
-        bar.set_description_str(f"{name}: {finished}/{len(rows)} samples finished", refresh=False)
-        # As many as can sample a piece within so many bytes, shortest first.
-        batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
-        more = min(piece, max(row.room for row in batch))
-        sampled, entropies = extend(model, [row.ids for row in batch], more, bar, settings)
+    sample_pieces = getattr(model, "sample_pieces", None) or generate_pieces
+    for batch, sampled, entropies in sample_pieces(model, rows, piece, stops, bar, **settings):
         for row, ids, of_tokens in zip(batch, sampled, entropies):
             row.take(ids, of_tokens, stops)
+        finished = sum(row.room == 0 for row in rows)
+        bar.set_description_str(f"{name}: {finished}/{len(rows)} samples finished", refresh=False)
     bar.close()
     completions = [row.ids[len(prompt) :] for row, prompt in zip(rows, prompts)]
     return completions, [row.entropy / len(ids) for row, ids in zip(rows, completions)]
@@ -87,6 +78,17 @@ class Row:
                 self.ids.append(token)
                 self.entropy += entropy
                 self.room = 0 if token in stops else self.room - 1
+
+
+def generate_pieces(model, rows, piece, stops, bar, **settings):
+    """Sample with Hugging Face's generate() -> for each piece the rows that have grown, their new
+    tokens and the entropies of these. The rows of a piece are the shortest unfinished ones, as many
+    as fit in memory. They are read again. This costs one forward pass, but no KV cache is kept."""
+    piece, budget = piece or 512, bytes_that_fit(model)
+    while unfinished := [row for row in rows if row.room > 0]:
+        batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
+        more = min(piece, max(row.room for row in batch))
+        yield batch, *extend(model, [row.ids for row in batch], more, bar, settings)
 
 
 @torch.no_grad()

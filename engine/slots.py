@@ -9,42 +9,33 @@ import transformers as hf
 
 from engine import sampling
 from engine.tokens import batches, pad
-from runtime.cli import as_input_error, progress, require
+from runtime.cli import as_input_error, require
 
 ROWS_AT_ONCE = 512  # whose logits are held
 READ_AT_ONCE = 8192  # tokens of a prefill
 
 
 @torch.no_grad()
-def generate(model, prompts, max_new_tokens, piece=None, name="sample", stops=None, **settings):
-    """As engine.sampling.generate. stops: in place of the model's stop tokens.
+def sample_pieces(model, rows, piece, stops, bar, **settings):
+    """As engine.sampling.generate_pieces.
 
     All rows go on for a piece of tokens. Then those that have ended leave, and the longest of the
     others go on, as many as fit into memory. A row that has to wait is read again later. So only
     short rows wait, and the longest, for which all would wait in the end, never does.
     """
-    piece = piece or 128
-    most = sampling.positions(model)
-    rows = [sampling.Row(ids, max(1, min(max_new_tokens, most - len(ids)))) for ids in prompts]
+    piece, draw = piece or 128, drawing(**settings)
     sizes = [len(row.ids) + row.room for row in rows]
     slots = Slots(model, max(min(sum(sizes), tokens_that_fit(model, len(rows))), *sizes, 0))
-    stops = model.generation_config.eos_token_id if stops is None else stops
-    draw = drawing(**settings)
-    bar = progress(name, unit=" tokens", unit_scale=True)
     before = model.config._attn_implementation
     model.set_attn_implementation("slots")
     try:
         while unfinished := [row for row in rows if row.room > 0]:
-            done = f"{name}: {len(rows) - len(unfinished)}/{len(rows)} samples finished"
-            bar.set_description_str(done, refresh=False)
             batch = slots.seat(unfinished, piece)
-            decode(slots, batch, min(piece, max(row.room for row in batch)), stops, draw, bar)
+            more = min(piece, max(row.room for row in batch))
+            yield batch, *decode(slots, batch, more, stops, draw, bar)
     finally:
         model.set_attn_implementation(before)
     torch.cuda.empty_cache()  # otherwise the memory of the last graph stays reserved
-    bar.close()
-    completions = [row.ids[len(prompt) :] for row, prompt in zip(rows, prompts)]
-    return completions, [row.entropy / len(ids) for row, ids in zip(rows, completions)]
 
 
 def drawing(temperature=1.0, top_p=1.0, top_k=0):
@@ -74,8 +65,8 @@ def tokens_that_fit(model, rows):
 
 
 def decode(slots, batch, steps, stops, draw, bar):
-    """Sample up to so many more tokens of each row. A step reads the last token of each. A row that
-    has ended is carried along, without its keys, until the piece ends."""
+    """Sample so many more tokens of each row -> these, and their entropies. A step reads the last
+    token of each. A row that has ended is carried along, without its keys, until the piece ends."""
     model, device = slots.model, slots.model.device
     last = [(row.ids[-1], len(row.ids) - 1, len(row.ids) - 1 + row.room) for row in batch]
     token, length, limit = torch.tensor(last, device=device).T.contiguous()
@@ -105,8 +96,7 @@ def decode(slots, batch, steps, stops, draw, bar):
             with as_input_error("engine/slots.py fails with this model: use --sampler generate"):
                 step = as_graph(step)
     require(entropies.isfinite().all(), "the model's logits are not finite")
-    for row, ids, of_tokens in zip(batch, tokens.T.tolist(), entropies.T.tolist()):
-        row.take(ids, of_tokens, stops)
+    return tokens.T.tolist(), entropies.T.tolist()
 
 
 def as_graph(step):

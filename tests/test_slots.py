@@ -51,13 +51,18 @@ def prompts():
     return [torch.randint(10, 200, (n,), generator=generator).tolist() for n in lengths]
 
 
+def by_slots(model, *inputs, **settings):
+    """engine.sampling.generate, as for a model that is fit for slots."""
+    with mock.patch.object(model, "sample_pieces", slots.sample_pieces, create=True):
+        return sampling.generate(model, *inputs, **settings)
+
+
 @pytest.mark.parametrize("fits, piece", [(10_000, 128), (10_000, 12), (150, 12)])
 def test_greedy_tokens_are_those_of_generate(model, monkeypatch, fits, piece):
     """With room for all, in pieces, and with room for few, so that rows wait and are read again."""
     monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: fits)
     expected, theirs = sampling.generate(model, prompts(), 40, temperature=0)
-    model.sampler = slots.generate
-    rows, entropies = sampling.generate(model, prompts(), 40, piece, temperature=0)
+    rows, entropies = by_slots(model, prompts(), 40, piece, temperature=0)
     assert rows == expected and entropies == pytest.approx(theirs, abs=1e-4)
     assert {row[-1] in STOPS for row in rows} == {True, False} and len(set(map(len, rows))) > 3
     assert model.config._attn_implementation == "sdpa"
@@ -83,7 +88,7 @@ def test_each_token_is_drawn_from_a_plain_forward_pass(family, monkeypatch):
     model = make(family, **SCALES.get(family, {}))
     monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: 500)
     repeated = [prompt for prompt in prompts() for _ in range(2)]
-    for prompt, ids, entropy in zip(repeated, *slots.generate(model, repeated, 40, 16)):
+    for prompt, ids, entropy in zip(repeated, *by_slots(model, repeated, 40, 16)):
         expected, p = plain_entropy(model, prompt, ids)
         assert entropy == pytest.approx(expected, abs=1e-4)
         assert p.gather(1, torch.tensor(ids)[:, None]).min() > 0
@@ -93,7 +98,7 @@ def test_top_k_and_top_p_as_in_generate(model):
     """How often each first token is drawn, in three standard errors."""
     settings = dict(temperature=0.7, top_p=0.9, top_k=50)
     drawn = {}
-    for name, sampler in ("ours", slots.generate), ("theirs", sampling.generate):
+    for name, sampler in ("ours", by_slots), ("theirs", sampling.generate):
         rows, _ = sampler(model, [[5, 6]] * 4000, 1, **settings)
         drawn[name] = torch.tensor(rows).flatten().bincount(minlength=440) / 4000
     largest = (drawn["ours"] - drawn["theirs"]).abs() - 4 * (drawn["theirs"] / 2000).sqrt()
@@ -121,7 +126,7 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def chosen(model, tokenizer, capfd):
     load.choose_sampler(model, tokenizer)
-    return model.sampler, capfd.readouterr().err
+    return model.sample_pieces, capfd.readouterr().err
 
 
 @BOTH
@@ -129,7 +134,7 @@ def test_it_is_chosen_where_it_agrees(model, tokenizer, capfd, monkeypatch, dtyp
     made, moved, as_graph = [], [], slots.as_graph
     monkeypatch.setattr(slots, "as_graph", lambda step: made.append(step) or as_graph(step))
     monkeypatch.setattr(Slots, "copy", lambda self, some: moved.extend(some) or COPY(self, some))
-    assert chosen(model.to(dtype), tokenizer, capfd) == (slots.generate, "")
+    assert chosen(model.to(dtype), tokenizer, capfd) == (slots.sample_pieces, "")
     assert len(made) == 2 and len(moved) == 2 + 3  # of equal prompts, and of kept rows
 
 
@@ -181,9 +186,9 @@ def test_on_cuda_it_samples_what_plain_passes_say(tokenizer, capfd, monkeypatch)
         "engine/slots.py fails (FlashAttention only support fp16 and bf16"
         in chosen(model, tokenizer, capfd)[1]
     )
-    assert chosen(model.bfloat16(), tokenizer, capfd) == (slots.generate, "")
+    assert chosen(model.bfloat16(), tokenizer, capfd) == (slots.sample_pieces, "")
     monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: 300)
-    for prompt, ids, entropy in zip(prompts(), *slots.generate(model, prompts(), 40, 12)):
+    for prompt, ids, entropy in zip(prompts(), *by_slots(model, prompts(), 40, 12)):
         assert plain_entropy(model, prompt, ids)[0] == pytest.approx(entropy, abs=0.05)
 
 
@@ -192,7 +197,7 @@ def test_scripts_sample_with_it(script, quick, toy_model_dir, monkeypatch, name)
     some = f"--model {toy_model_dir} --dataset toy --limit 2 --max-new-tokens 24"
     flags = {"train": f"{quick} --steps 1", "evaluate": some, "judge": f"{some} --samples 2"}[name]
     module = importlib.import_module(name)
-    monkeypatch.setattr(slots, "generate", sampled := mock.Mock(side_effect=slots.generate))
+    monkeypatch.setattr(slots, "sample_pieces", sampled := mock.Mock(wraps=slots.sample_pieces))
     assert script(module, f"{flags} --sampler generate --out 1")[0] == 0 and not sampled.called
     code, _, err = script(module, f"{flags} --out 2")
     assert code == 0 and "generate()" not in err, err
@@ -212,4 +217,4 @@ def test_train_moves_the_moments_where_it_is_crowded(script, quick, monkeypatch)
 def test_logits_that_are_no_numbers_end_it(model):
     model.lm_head.weight.data[50] = torch.nan
     with pytest.raises(InputError, match="logits are not finite"):
-        slots.generate(model, [[5, 6]], 20)
+        by_slots(model, [[5, 6]], 20)
