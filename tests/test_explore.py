@@ -400,7 +400,7 @@ def test_the_text_of_each_step_can_be_read(tmp_path):
             page.enter(step.dataset.step);
             for (const node of step.querySelectorAll("p, h2, h3, button, label")) {
               if (!node.checkVisibility() || !node.textContent.trim()) continue;
-              const seen = ["center", "end"].some(block => {
+              const seen = ["center", "end", "start"].some(block => {
                 node.scrollIntoView({ block });
                 const { left, top, width: w, height: h } = node.getClientRects()[0];
                 const y = top + Math.min(h / 2, 12);
