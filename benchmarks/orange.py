@@ -45,8 +45,8 @@ prior = torch.tensor([0.5, 0.3, 0.2])  # pi(s|q)
 likelihood = torch.tensor([[50, 40, 5, 5], [5, 9, 81, 5], [3, 1, 6, 90]]) / 100  # pi(a|s,q)
 posterior = (prior[:, None] * likelihood / (prior @ likelihood)).T  # pi(s|a,q)
 P, answers = likelihood[:, 0], ["14", "14 eggs", "18", "9"]
-figure, (exact, verifree, cer) = plt.subplots(1, 3, figsize=(10.5, 5.1))
-figure.subplots_adjust(left=0.01, right=0.99, bottom=0.22, top=0.78, wspace=0.14)
+figure, (exact, verifree, cer) = plt.subplots(1, 3, figsize=(10.5, 5.3))
+figure.subplots_adjust(left=0.01, right=0.99, bottom=0.21, top=0.75, wspace=0.14)
 model = ["A\n3·4+2", "B\n3·(4+2)", "C\n3+4+2"], prior, likelihood, answers, [hues] * 4
 question = "Is this answer verbatim?"
 draw(exact, "exact match", question, *model, torch.eye(4)[[0, 0, 0]], (0, 2))
@@ -58,4 +58,6 @@ title = "→ averaged over the solutions\nbehind each answer: CER"
 question = "Do its solutions lead to “14”?"
 draw(cer, title, question, *behind, (posterior @ P)[:, None].expand(4, 3), (2, 0))
 figure.suptitle("“3 bags of 4 eggs and 2 more eggs. How many eggs?”   reference: 14", size=13)
+colours = "orange: reward, in numbers above each column   red frame: “18” after right work, a slip"
+figure.text(0.5, 0.905, colours, ha="center", size=11, color="#555555")
 figure.savefig(sys.argv[1], metadata={"Date": None})

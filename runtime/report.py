@@ -97,14 +97,15 @@ def say_grade(verifiers, directory):
         print(f"`text` calls paraphrases wrong, which flatters exact and overlap: {grade}")
 
 
-def brief(x):
-    """Three significant digits."""
-    return f"{x:.3g}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.3g}"
+def brief(x, digits=3):
+    """So many significant digits."""
+    text = f"{x:.{digits}g}"
+    return text.replace("0.", ".", 1) if abs(x) < 1 else text
 
 
 def with_error(mean, error):
     """A mean and its standard error, which a single question does not have."""
-    return brief(mean) + ("" if error is None or math.isnan(error) else f" ± {brief(error)}")
+    return brief(mean) + ("" if error is None or math.isnan(error) else f" ± {brief(error, 2)}")
 
 
 def over_questions(shares):

@@ -61,7 +61,7 @@ def user(script, monkeypatch):
 def by_hand(shares):
     """pass@1 and its standard error, as they are printed."""
     error = statistics.stdev(shares) / len(shares) ** 0.5
-    return f"pass@1 {brief(statistics.mean(shares))} ± {brief(error)}"
+    return f"pass@1 {brief(statistics.mean(shares))} ± {brief(error, 2)}"
 
 
 def test_it_asks_only_what_is_in_doubt(user):
@@ -81,7 +81,7 @@ def test_it_asks_only_what_is_in_doubt(user):
     a, b = [1, 0.5, 0, *[1] * 7], [0.5, 0.5, 0.5, *[1] * 7]
     assert f"10 questions, what is right by you:\n  a: {by_hand(a)}\n  b: {by_hand(b)}" in out
     error = statistics.stdev([y - x for x, y in zip(a, b)]) / 10**0.5
-    assert f"change 0 ± {brief(error)}\n" in out
+    assert f"change 0 ± {brief(error, 2)}\n" in out
     assert f"by the run's own verifier:\n  a: {by_hand([0] * 10)}" in out
     _, again = user("a b", right={"x"})  # nothing is asked again, nor by the table
     _, table = user("b a --table --grades a/grades.jsonl")

@@ -67,7 +67,7 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
     log.args, log.out, log.last_step = SimpleNamespace(reward="cer", dataset="toy"), tmp_path, 4
     log.summary()
     printed = " ".join(capsys.readouterr().out.split())
-    assert "pass@1 first .5 ± .289, last .833 ± .167, change .333 ± .167 (SE" in printed
+    assert "pass@1 first .5 ± .29, last .833 ± .17, change .333 ± .17 (SE" in printed
 
 
 def test_a_log_has_a_line_a_step(finished_run):
