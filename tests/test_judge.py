@@ -143,7 +143,7 @@ def test_it_says_who_can_be_asked_and_that_it_can_be_pleased(script, toy_model_d
     for part in tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer:
         part.save_pretrained("long")
     code, out, err = script(judge, f"{flags} --model {toy_model_dir} --verifier-model long --out b")
-    assert code == 0 and "\nasked " in out and "\nasked can be pleased: read samples" in out, err
+    assert code == 0 and "\nasked " in out and "\nasked can be gamed: read samples" in out, err
     assert "the model would begin with" in err
 
 
