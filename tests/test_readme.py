@@ -97,11 +97,11 @@ def test_the_reward_by_hand_in_the_readme():
     page = PAGES[0].read_text()
     joint, P = PRIOR * EGGS[:, 1], EGGS[:, 0]
     for name, *numbers in zip("ABC", PRIOR, EGGS[:, 1], joint, joint / joint.sum(), P):
-        row = "| {:.2f} · {:.2f} = {:.3f} | {:.3f} | {:.2f} |".format(*numbers)
+        row = "| {:.2f} | {:.2f} | {:.3f} | {:.3f} | {:.2f} |".format(*numbers)
         assert re.search(rf"^\| {name}: .* {re.escape(row.replace('0.', '.'))}$", page, re.M), row
-    assert f"| sum | {joint.sum():.3f} | 1 |".replace("0.", ".") in page
+    assert f"| sum | | | {joint.sum():.3f} | 1 |".replace("0.", ".") in page
     rho = [f"{x:.3f}"[1:] for x in exact_cer(PRIOR, EGGS)[:, 0]]
-    assert f"**{rho[1]}**" in page and f"the {rho[0]} of" in page and f"the {rho[2]} of" in page
+    assert f"**{rho[1]}**" in page and f'receives {rho[0]}, and "18" {rho[2]}' in page
     assert ", ".join(rho[:3]) + ",\n" + rho[3] in page  # of the picture
 
 
