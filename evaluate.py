@@ -104,11 +104,11 @@ def main():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
         how = runs, tokens, args.seed
         results[name], lines = evaluate(model, tokenizer, problems, *how, **sampling)
+        cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
         # Save now, since the next data set may take hours.
         append_rows(path, [{"dataset": name} | line for line in lines])
         report = json.dumps({"flags": vars(args), "results": results}, indent=2)
         write_atomically(out / "results.json", report + "\n")
-        cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
     if cli.is_rank_0():
         table = pandas.DataFrame.from_dict(results, orient="index").astype({"stderr": float})
         print(f"pass@1 at temperature {args.temperature:g}")

@@ -48,6 +48,11 @@ def read_lines(directory):
     is_run = (directory / "config.json").exists()
     lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
     cli.require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
+    needed = {"question", "references", "answers", "right"}
+    whole = all(needed <= line.keys() for line in lines)
+    cli.require(
+        whole, f"{directory}: not from judge.py or evaluate.py, a line lacks some of {needed}"
+    )
     for line in lines:
         line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
     return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
@@ -89,7 +94,7 @@ class Grades:
         self.path, self.said = path, collections.defaultdict(dict)
         rows = read_rows(path, log=True) if path.exists() else []
         for number, row in enumerate(rows, start=1):
-            with cli.as_input_error(f"{path}, line {number}: expected a grade of grade.py"):
+            with cli.as_input_error(f"{path}, row {number}: expected a grade of grade.py"):
                 cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
                 self.said[row["by"]][case_of(row), plain_text(row["answer"])] = row["right"]
 
@@ -103,9 +108,11 @@ class Grades:
         and as the verifier said it. They end before the first ungraded answer: later cases that
         happen to need no grade are the easy ones, and would raise pass@1."""
         graded = []
-        for case, lines in cases.items():
+        for number, (case, lines) in enumerate(cases.items()):
             said = {key: self.said[by].get((case, key), "missing") for key in in_doubt(lines)}
             if "missing" in said.values():
+                left_out = f"{len(cases) - number} of {len(cases)} questions are left out"
+                cli.say(f"{by}: {left_out}, from one with ungraded answers on: {case[0]!r:.60}")
                 break
             if None not in said.values():
                 said |= dict.fromkeys(map(plain_text, case[1]), True)
@@ -142,7 +149,7 @@ def ask_numbers(answers):
     while True:
         try:
             reply = input("right: ").replace(",", " ").split()
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, KeyboardInterrupt, RuntimeError):  # the last one without any stdin
             return None
         if reply == ["q"]:
             return None
@@ -218,21 +225,24 @@ def main():
     add("--seed", type=int, default=0, help="random seed of the choice of questions")
     add("--table", action="store_true", help="ask nothing, show what the grades say")
     args = parser.parse_args()
-    directories = [Path(each) for each in args.directories]
+    directories = [*dict.fromkeys(map(Path, args.directories))]
     prompt = args.prompt and read_prompt(args.prompt)
     lines = [line for directory in directories for line in read_lines(directory)]
     cases = draw(lines, args.questions, args.seed)
-    grades = Grades(Path(args.grades or directories[0] / "grades.jsonl"))
+    path = Path(args.grades or directories[0] / "grades.jsonl")
+    usable = path.suffix == ".jsonl" and path.parent.is_dir()
+    cli.require(usable, f"--grades {path}: expected a file .jsonl in a directory that is there")
+    grades = Grades(path)
     for directory in directories:
         other = directory / "grades.jsonl"
-        if other.exists() and other != grades.path:
+        if other.exists() and other.resolve() != path.resolve():
             cli.say(f"{other} is not read: one file holds the grades of a call (--grades)")
     by = args.name
     by_a_model = args.by != "you"
     if not args.table:
         if by_a_model:
             model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
-            by = f"{args.by} {mark_of(model[0], prompt)}"  # other weights are another grader
+            by = f"{Path(args.by)} {mark_of(model[0], prompt)}"  # other weights, another grader
         todo = {}
         for case, own in cases.items():
             doubts = in_doubt(own).items()

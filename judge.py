@@ -49,13 +49,15 @@ def say_judgement(lines, path=None):
     if not names:
         return None
     samples = sample_table([line | line["rewards"] for line in lines], *names)
+    # Lines of the same question, from several calls, are one question.
+    cases = pandas.Series([(line["question"], *line["references"]) for line in lines])
+    samples.index = cases.factorize()[0][samples.index]
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
     if path:
         write_atomically(path, table.to_json(orient="index", indent=2, double_precision=15))
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
-    sizes = " or ".join(map(str, sorted({len(line["answers"]) for line in lines})))
-    print(f"{len(lines)} questions x {sizes} samples: {sampled}")
+    print(f"{cases.nunique()} questions, {len(samples)} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
@@ -117,7 +119,8 @@ def main():
     add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge-PID)")
     args = parser.parse_args()
     # CER comes first: plot.py draws the first reward's R.
-    names = sorted(args.rewards.replace(" ", "").split(","), key=lambda name: name != "cer")
+    names = dict.fromkeys(args.rewards.replace(" ", "").split(","))
+    names = sorted(names, key=lambda name: name != "cer")
     cli.require({*names} <= {*KNOWN}, f"--rewards: expected some of {', '.join(KNOWN)}")
     device = init_ranks()
     problems = load_problems(args.dataset, args.limit, args.verifier)

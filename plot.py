@@ -195,6 +195,7 @@ def main():
     runs = [Path(run) for run in args.runs]
     default = "curves.svg" if args.question is None else f"question-{args.question}.svg"
     out = Path(args.out or runs[0] / default)
+    require(out.suffix in (".svg", ".png", ".pdf"), f"--out {out}: expected .svg, .png or .pdf")
     if args.question is None:
         return draw_curves(runs, names_of(runs), out)
     require(len(runs) == 1, "--question takes one RUN")

@@ -70,12 +70,12 @@ def main():
     # The policy is trained, and copied to the actor after each step. They are two because Adam's
     # small steps need fp32 (on several GPUs in shards), and sampling needs whole weights, in bf16.
     budget, offload, memory = plan_memory(actor, longest, args.microbatch_tokens, args.cpu_offload)
-    disk = check_disk(actor, out, args.keep)
+    disk = check_disk(actor, out, min(args.keep, last_step))
     policy, optimizer = make_policy(model_path, offload, actor.dtype)
+    crowded = is_crowded(actor, offload, args.questions * args.samples // world, longest)
     first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
     copy_weights(policy, actor)
     check_training(policy, actor)
-    crowded = is_crowded(actor, offload, args.questions * args.samples // world, longest)
 
     # The log, and the order of the questions.
     log = RunLog(out, args, data, first_step, last_step)
@@ -225,6 +225,8 @@ def parse_args():
         parser.set_defaults(steps=None)
     args = parser.parse_args()
 
+    # argparse does not check what comes from the run to resume.
+    cli.require(args.reward in REWARDS, f"no reward {args.reward!r}, only {', '.join(REWARDS)}")
     args.dataset = args.dataset or "math7.5k"
     args.epochs = args.epochs or (1 if args.dataset == "webinstruct" else 5)
     args.m = args.m or args.samples

@@ -31,7 +31,7 @@ def main():
     add("--out", required=True, help="new directory for the trained model")
     add("--epochs", type=count, default=4, help="passes over the demonstrations")
     add("--batch", type=count, default=8, help="demonstrations per optimizer step")
-    add("--lr", type=cli.number(float, 1e-12), default=5e-5, help="peak learning rate of Adam")
+    add("--lr", type=cli.number(float, 1e-12, 1), default=5e-5, help="peak learning rate of Adam")
     add("--seed", type=int, default=0, help="random seed of the order")
     args = parser.parse_args()
     device = init_ranks()

@@ -31,6 +31,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
         return tokens, cpu_offload, f"memory: {tokens:,} tokens in a micro-batch"
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda"])
     least = most if microbatch_tokens else longest_row
+    torch.cuda.empty_cache()  # what the checks at load have used
     free = 0.97 * min(all_gather([torch.cuda.mem_get_info()[0]]))
     for offload in [True] if cpu_offload else [False, True]:
         needed = functools.partial(memory_needed, actor, offload, dist.get_world_size())
@@ -60,8 +61,8 @@ def host_lacks(actor):
 
 def is_crowded(actor, cpu_offload, rows, longest_row):
     """Whether Adam's moments should be in CPU memory while engine/slots.py samples so many rows:
-    their keys and values would not fit beside the moments, and the host has room for these, which
-    are 8 bytes for each parameter, and for what a save needs."""
+    their keys and values would not fit beside the moments, and the host has room for these, 8 bytes
+    for each parameter, and to spare. Asked before Adam has any."""
     if cpu_offload or not getattr(actor, "sample_pieces", None):
         return False
     keys_and_values, _, _ = bytes_of(actor)

@@ -67,7 +67,7 @@ def table_rows(table):
 def as_printed(value, of):
     """A value of this type of pyarrow. A float of 16 or 32 bits becomes the one that is printed:
     .1 would be 0.0999755859375 or 0.10000000149011612."""
-    if value is None or "float" not in str(of):
+    if value is None or "float" not in str(of) or "map<" in str(of):
         return value
     if isinstance(value, dict):
         return {field.name: as_printed(value[field.name], field.type) for field in of}

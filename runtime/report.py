@@ -157,6 +157,9 @@ class RunLog:
         self.warned, self.started = set(), None
         rows = {name: self.rows(name) for name in LOGS}
         complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
+        saved = max(complete, default=0)  # each evaluation follows a save
+        gone = f"{out} has an evaluation after step {saved} and no checkpoint: restore checkpoints/"
+        require(first_step > 1 or not saved, gone)
         steps = {*range(1, first_step)}
         for name, needed in zip(LOGS, (steps, steps, complete & {0, *steps})):
             lost = sorted(needed - {row["step"] for row in rows[name]})

@@ -141,7 +141,7 @@ def to_problem(row: dict, verifier: str) -> Problem:
         question, verifier = "\n".join([question, *lines]), "letter"
     reference, *others = find_references(row, options)
     verifier = row.get("verifier") or verifier
-    require(verifier in VERIFIERS, f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
+    require(verifier in [*VERIFIERS], f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
     return Problem(question, reference, verifier, tuple(others))
 
 
@@ -203,7 +203,7 @@ def letter_of(answer, options):
     named = [
         letter
         for index, (letter, text) in enumerate(texts.items())
-        if answer in ([text.strip()] if isinstance(answer, str) else [index, options[index]])
+        if answer in ([tidy(text)] if isinstance(answer, str) else [index, options[index]])
     ]
     require(len(named) == 1, "`answer` is not the letter, text or index from 0 of one option")
     return named[0]

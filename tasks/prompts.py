@@ -97,9 +97,10 @@ def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=math.i
             longest = max(longest, row)
     counts = f"{controlled} of {len(problems)} questions or answers have a control token"
     if too_long:
-        room = max(0, min(most, limit - max_new_tokens))
-        counts += f", and {too_long} prompts more than {room} tokens"
-        counts += f" (the model has {limit} positions, also for new tokens and the reference)"
+        counts += (
+            f", and {too_long} are too long: a prompt may have {min(most, limit)} tokens, and "
+        )
+        counts += f"with --max-new-tokens ({max_new_tokens}) and its reference {limit}"
     require(kept, f"{name}: no question is left; {counts}")
     if len(kept) < len(problems):
         say(f"{name}: left out: {counts}")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engine.load import export
 from engine.supervised import finetune
-from runtime.cli import is_rank_0
+from runtime.cli import as_input_error, is_rank_0
 from tasks import toy
 
 # What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
@@ -101,4 +101,5 @@ def warm_start(directory, seed, steps=900):
     model = build_model(tokenizer)
     pairs = (tokenizer(list(toy.demonstration(rng, train)))["input_ids"] for _ in itertools.count())
     finetune(model, pairs, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
-    export(model, tokenizer, directory)
+    with as_input_error(f"cannot save {directory}"):
+        export(model, tokenizer, directory)

@@ -512,7 +512,8 @@ def test_who_asks_about_the_own_case_finds_what_is_shown(monkeypatch):
 
 
 def test_the_printed_table_of_judge_is_that_of_its_samples(capsys):
-    judge.say_judgement(read_rows(ROOT / "benchmarks/results/judge-example.jsonl"))
+    lines = read_rows(ROOT / "benchmarks/results/judge-example.jsonl")
+    judge.say_judgement([{"question": number} | line for number, line in enumerate(lines)])
     printed = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines())
     assert printed in (ROOT / "docs/running.md").read_text()
 

@@ -95,6 +95,8 @@ def test_numbers_of_parquet_are_as_printed(tmp_path):
     lists = pyarrow.array([[[0.1]], [[0.2]], None], pyarrow.list_(pyarrow.list_(pyarrow.float32())))
     inside = pyarrow.StructArray.from_arrays([half, lists], ["x", "y"])
     assert table_rows(pyarrow.table({"a": inside}))[0] == {"a": {"x": 0.1, "y": [[0.1]]}}
+    maps = pyarrow.array([[("k", 0.5)]], pyarrow.map_(pyarrow.string(), pyarrow.float32()))
+    assert table_rows(pyarrow.table({"a": maps})) == [{"a": [("k", 0.5)]}]
     references = ["1.50", "2.00"], ["0.1", "0.00001", "7"], ["0.1", "0.25", "7"]
     for answer, expected in zip((exact, printed, half), references):
         options = pyarrow.array([[0.5, 0.1]] * 3, pyarrow.list_(pyarrow.float32()))
@@ -129,17 +131,18 @@ def test_choices_are_options(load_rows, capsys):
     metals = ["helium", "iron", "neon"]
     rows = [{"question": "q", "choices": metals, "answer": a} for a in (1, "B", " iron", [1, "C"])]
     rows += [{"question": "q", "options": o, "answer": 1} for o in (["1", "0"], [3, 1], ["1", 1])]
+    rows += [{"question": "q", "options": ["no", "Ce\u0301line"], "answer": "Ce\u0301line"}]
     problems = load_rows(rows)
     assert {p.question for p in problems[:4]} == {"q\nA: helium\nB: iron\nC: neon"}
     assert [p.references for p in problems[:4]] == [("B",)] * 3 + [("B", "C")]
-    assert [p.reference for p in problems[4:]] == ["B"] * 3
+    assert [p.reference for p in problems[4:]] == ["B"] * 4
     assert {p.verifier for p in problems} == {"letter"}
     assert "3 rows repeat the question of another one" in capsys.readouterr().err
     # Out of range; no text; the text of two; the number as index is another than as text.
     bad = (metals, 3), (metals, -1), (metals, 0.5), (metals, "1"), (metals, "ir"), (["x", "x"], "x")
     rows += [{"question": "q", "choices": o, "answer": a} for o, a in (*bad, ([2, 0, 1], 2))]
     assert load_rows(rows) == problems
-    assert "index from 0 of one option (7 of 14: rows [8, 9, 10])" in capsys.readouterr().err
+    assert "index from 0 of one option (7 of 15: rows [9, 10, 11])" in capsys.readouterr().err
 
 
 def test_a_context_comes_before_the_question(load_rows, capsys):
@@ -209,6 +212,8 @@ def test_the_verifier_of_a_row_comes_first(load_rows, capsys, monkeypatch):
     row, options = {"question": "q", "answer": "A"}, {"options": ["x"]}
     rows = [row, row | {"verifier": "math"}]
     assert [problem.verifier for problem in load_rows(rows)] == ["text", "math"]
+    assert len(load_rows([row, row | {"verifier": ["math"]}])) == 1
+    assert "no verifier ['math'], only math" in capsys.readouterr().err
     assert [p.verifier for p in load_rows(rows, verifier="letter")] == ["letter", "math"]
     assert [p.verifier for p in load_rows([row | options], verifier="text")] == ["letter"]
     monkeypatch.setattr("datasets.load_dataset", lambda *_, split: Dataset.from_list([row]))

@@ -248,6 +248,10 @@ def test_the_newest_grade_counts_and_other_files_are_named(user):
     rows = read_rows("B/grades.jsonl")
     append_rows(Path("B/grades.jsonl"), [row | {"right": True} for row in rows])
     assert "B: pass@1 1" in user("B --table")[1]
+    same = user("B B/ --table --grades ./B/grades.jsonl")[1]
+    assert same.count("B: pass@1 1") == 1 and "is not read" not in same
+    write("C", {"Q1?": ["mother"]})
+    assert "you: 1 of 1 questions are left out" in user("C --table --grades B/grades.jsonl")[1]
 
 
 def test_a_file_of_grades_is_only_appended_to(user, monkeypatch):
@@ -304,7 +308,16 @@ def test_what_cannot_be_read_is_one_line(user):
         Path("a/grades.jsonl").unlink(missing_ok=True)
         append_rows(Path("a/grades.jsonl"), [grades[0] | more])
         code, out = user("a --table")
-        assert code == 2 and "a/grades.jsonl, line 1: expected a grade" in out, out
+        assert code == 2 and "a/grades.jsonl, row 1: expected a grade" in out, out
+    Path("b").mkdir()
+    append_rows(Path("b/samples.jsonl"), [{"question": "Q?"}])
+    for flags, says in [
+        ("a --grades g.parquet", "--grades g.parquet: expected a file .jsonl"),
+        ("a --grades b/c/g.jsonl", "in a directory that is there"),
+        ("b", "b: not from judge.py or evaluate.py, a line lacks some of"),
+    ]:
+        code, out = user(flags)
+        assert code == 2 and says in out, out
     Path("a/grades.jsonl").write_text('{"question": "Q')  # a kill in the first save
     assert user("a", right={"v"})[0] == user("a --table")[0] == 0
     assert len(Path("a/grades.jsonl").read_text().splitlines()) == 2

@@ -47,7 +47,8 @@ def test_too_few_questions_give_no_interval(capsys):
     for k in 0, 1, 9, 10:
         lines = []
         for number in range(12):
-            line = {"references": ["a"], "answers": ["a", "b", "c"], "truncated": [False] * 3}
+            line = {"question": f"{number}?", "references": ["a"], "answers": ["a", "b", "c"]}
+            line["truncated"] = [False] * 3
             line["right"] = [True, False, False] if number < k else [False] * 3
             lines.append(line | {"rewards": {"cer": [0.4, 0.1 + 0.04 * number, 0.0]}})
         table = judge.say_judgement(lines)
@@ -58,7 +59,7 @@ def test_too_few_questions_give_no_interval(capsys):
 
 
 def test_each_of_several_references_is_verbatim(capsys):
-    row = {"references": ["a", "b"], "answers": ["b", "c"]}
+    row = {"question": "Q?", "references": ["a", "b"], "answers": ["b", "c"]}
     row |= {"right": [True, False], "truncated": [False, True]}
     judge.say_judgement([row | {"rewards": {"exact": [1.0, 0.0], "cer": [0.4, 0.1]}}])
     assert "right .5, verbatim .5" in capsys.readouterr().out
@@ -69,7 +70,7 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
     flags = f"--model {toy_model_dir} {FLAGS} --limit 11 --samples 6 --rewards exact,cer,verifree"
     if ranks == 1:
         code, out, err = script(judge, flags)
-        assert code == 0 and "11 questions x 6 samples: answered" in out, err
+        assert code == 0 and "11 questions, 66 samples: answered" in out, err
     else:
         finish(start_ranks(2, run_in, tmp_path, judge.main, flags))
     rows, table = read_rows("j/samples.jsonl"), json.loads((tmp_path / "j/judge.json").read_text())
@@ -121,7 +122,9 @@ def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_mo
     rows = [{"question": question, "answer": answer} for answer in ("3", "it is 3 eggs " * 10)]
     rows += [{"question": question * 30, "answer": "3"}]
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    says = "and 2 prompts more than 68 tokens (the model has 128 positions, also for new tokens"
+    says = (
+        "and 2 are too long: a prompt may have 128 tokens, and with --max-new-tokens (60) and its"
+    )
     for module, more in (judge, "--samples 2"), (evaluate, "--runs 2"):
         flags = f"--model {toy_model_dir} --dataset q.jsonl --max-new-tokens 60 {more}"
         code, _, err = script(module, f"{flags} --out {module.__name__}")
@@ -132,12 +135,13 @@ def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_mo
     code, _, err = script(train, flags)
     assert code == 0 and err.count(says) == 2, err
     code, _, err = script(evaluate, f"--model {toy_model_dir} --dataset q.jsonl --runs 1 --out e")
-    assert code == 0 and "2 prompts more than 64 tokens" in err, err  # half of the positions
+    assert code == 0 and "with --max-new-tokens (64)" in err, err  # half of the positions
 
 
 def test_it_says_who_can_be_asked_and_that_it_can_be_pleased(script, toy_model_dir, tokenizer):
     flags = "--dataset toy-test --limit 2 --samples 4 --max-new-tokens 24"
-    code, out, err = script(judge, f"{flags} --model {toy_model_dir} --out a")
+    rewards = "--rewards asked,cer,asked"
+    code, out, err = script(judge, f"{flags} --model {toy_model_dir} --out a {rewards}")
     assert code == 0 and "asked is left out, since this model cannot be asked: it has 128" in err
     assert "\nasked" not in out and "\ncer" in out
     for part in tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer:
@@ -161,13 +165,14 @@ def test_the_table_is_written_before_it_is_printed(script, toy_model_dir, monkey
 
 
 def test_lines_with_other_rewards_have_those_of_all(capsys):
-    row = {"references": ["a"], "answers": ["a", "b"], "right": [True, False]}
+    """Two lines of one question, from two calls, are one question."""
+    row = {"question": "Q?", "references": ["a"], "answers": ["a", "b"], "right": [True, False]}
     row |= {"truncated": [False, False], "rewards": {"cer": [0.4, 0.1], "asked": [0.9, 0.2]}}
     longer = row | {name: row[name] * 2 for name in ("answers", "right", "truncated")}
     table = judge.say_judgement([row, longer | {"rewards": {"cer": [0.4, 0.1, 0.4, 0.1]}}])
     out = capsys.readouterr().out
     assert [*table.index] == ["cer"] and "left out, since some questions lack them: asked" in out
-    assert "2 questions x 2 or 4 samples" in out
+    assert "1 questions, 6 samples" in out and "\n1 questions have both" in out
     assert judge.say_judgement([row, row | {"rewards": {"exact": [1.0, 0.0]}}, {}]) is None
 
 

@@ -58,7 +58,7 @@ def test_a_checkpoint_moves_between_one_rank_and_two(tmp_path, finished_run, sto
     """One rank takes two steps, two ranks go on to the fourth, and one rank to the fifth."""
     finish(start_ranks(2, run_in, tmp_path, train.main, "--out run --resume"))
     saved = stopped_run.glob("checkpoints/step-4/training/*.safetensors")
-    assert {path.name[:11] for path in saved} == {"shard-00001", "shard-00002"}
+    assert {path.name[:6] for path in saved} == {"rank-0", "rank-1"}
     finish([start(run_in, tmp_path, train.main, "--out run --resume --steps 5")])
     metrics, samples, held_out = (read_rows(stopped_run / name) for name in LOGS)
     assert [line["step"] for line in metrics if "reward" in line] == [1, 2, 3, 4, 5]
@@ -98,6 +98,19 @@ def test_a_checkpoint_without_some_of_its_files_is_refused(tmp_path, script, sto
     code, _, err = script(train, "--out run --resume --steps 4")
     found = re.search(r"step-3/training: it holds [\d,]+ of the [\d,]+ numbers of", err)
     assert code == 2 and found, err
+
+
+def test_a_run_without_its_checkpoints_keeps_its_logs(script, stopped_run):
+    """And one whose reward is gone is refused."""
+    before = {name: (stopped_run / name).read_text() for name in LOGS}
+    shutil.rmtree(stopped_run / "checkpoints")
+    code, _, err = script(train, "--out run --resume")
+    assert code == 2 and "has an evaluation after step 2 and no checkpoint: restore" in err, err
+    assert before == {name: (stopped_run / name).read_text() for name in LOGS}
+    config = stopped_run / "config.json"
+    config.write_text(config.read_text().replace('"reward": "cer"', '"reward": "mine"'))
+    code, _, err = script(train, "--out run --resume")
+    assert code == 2 and "no reward 'mine', only cer, exact" in err, err
 
 
 # --------------------------------------------------------------------------------- kills and stops

@@ -310,8 +310,8 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset columns.jsonl", r"no row can be used; no question .*; .* are prompt"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
-    (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* 1 prompts more than 1 tokens"),
-    (train, "--max-new-tokens 200", r"1 prompts more than 0 tokens .the model has 128"),
+    (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* a prompt may have 1 tokens,"),
+    (train, "--max-new-tokens 200", r"with --max-new-tokens .200. and its reference 128"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
     (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
@@ -329,6 +329,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
+    (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),
 ]
 
 
