@@ -75,8 +75,9 @@ class Writer(hf_storage.HuggingFaceStorageWriter):
         for first in range(0, len(plan.items), 32):
             tensors, places = {}, {}
             for item in plan.items[first : first + 32]:
-                tensors[item.index.fqn] = planner.resolve_data(item).detach()
-                places[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
+                name, offsets = item.index.fqn, item.tensor_data.chunk.offsets
+                tensors[name] = planner.resolve_data(item).detach()
+                places[name] = {hf_storage.SAVED_OFFSETS_KEY: offsets}
             path = f"{self.path}/rank-{dist.get_rank()}-{first}.safetensors"
             save_file(tensors, path, {hf_storage.CUSTOM_METADATA_KEY: json.dumps(places)})
         written = torch.futures.Future()
