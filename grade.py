@@ -50,9 +50,7 @@ def read_lines(directory):
     cli.require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
     needed = {"question", "references", "answers", "right"}
     whole = all(needed <= line.keys() for line in lines)
-    cli.require(
-        whole, f"{directory}: not from judge.py or evaluate.py, a line lacks some of {needed}"
-    )
+    cli.require(whole, f"{directory}: its lines lack some of {', '.join(sorted(needed))}")
     for line in lines:
         line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
     return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]

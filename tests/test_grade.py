@@ -314,7 +314,7 @@ def test_what_cannot_be_read_is_one_line(user):
     for flags, says in [
         ("a --grades g.parquet", "--grades g.parquet: expected a file .jsonl"),
         ("a --grades b/c/g.jsonl", "in a directory that is there"),
-        ("b", "b: not from judge.py or evaluate.py, a line lacks some of"),
+        ("b", "b: its lines lack some of answers, question, references, right"),
     ]:
         code, out = user(flags)
         assert code == 2 and says in out, out

@@ -122,9 +122,7 @@ def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_mo
     rows = [{"question": question, "answer": answer} for answer in ("3", "it is 3 eggs " * 10)]
     rows += [{"question": question * 30, "answer": "3"}]
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    says = (
-        "and 2 are too long: a prompt may have 128 tokens, and with --max-new-tokens (60) and its"
-    )
+    says = "and 2 are too long: a prompt may have 128, with --max-new-tokens (60) and its reference"
     for module, more in (judge, "--samples 2"), (evaluate, "--runs 2"):
         flags = f"--model {toy_model_dir} --dataset q.jsonl --max-new-tokens 60 {more}"
         code, _, err = script(module, f"{flags} --out {module.__name__}")
