@@ -22,7 +22,6 @@ import random
 import textwrap
 from pathlib import Path
 
-import pandas
 import torch.distributed as dist
 
 from engine.checkpoints import mark_of
@@ -30,7 +29,7 @@ from engine.load import add_flags, load
 from judge import say_judgement
 from runtime.files import append_rows, read_rows
 from runtime.ranks import all_gather, init_ranks
-from runtime.report import over_questions
+from runtime.report import case_of, read_lines, say_pass_at_1
 from tasks.data import Problem
 from tasks.general_verifier import ask, read_prompt
 from tasks.verifiers import plain_text
@@ -40,25 +39,6 @@ KEYS = "the numbers of the right ones, Enter for none, ? to leave the question o
 WORD = {True: "right", False: "wrong"}
 
 # ----------------------------------------------------------------------------- samples and grades
-
-
-def read_lines(directory):
-    """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
-    of a training run. Of these the first and the last are read."""
-    is_run = (directory / "config.json").exists()
-    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
-    cli.require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
-    needed = {"question", "references", "answers", "right"}
-    whole = all(needed <= line.keys() for line in lines)
-    cli.require(whole, f"{directory}: its lines lack some of {', '.join(sorted(needed))}")
-    for line in lines:
-        line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
-    return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
-
-
-def case_of(row):
-    """What is graded: a question with its references."""
-    return row["question"], tuple(row["references"])
 
 
 def draw(lines, count, seed):
@@ -181,20 +161,6 @@ def by_model(todo, grades, by, model, prompt):
 
 
 # -------------------------------------------------------------------------------------- the numbers
-
-
-def say_pass_at_1(lines, by):
-    """Print pass@1 of each run, and its change from the first run, paired by question. ±: standard
-    errors over questions. Lines with the same question and references are one."""
-    of_lines = [(x["run"], repr(case_of(x)), sum(x["right"]) / len(x["right"])) for x in lines]
-    table = pandas.DataFrame(of_lines, columns=["run", "case", "share"])
-    table = table.pivot_table("share", "case", "run", sort=False)
-    print(f"\n{len(table)} questions, what is right by {by}:")
-    for run in table:
-        line = f"  {run}: pass@1 {over_questions(table[run])}"
-        if run != table.columns[0]:
-            line += f", change {over_questions(table[run] - table.iloc[:, 0])}"
-        print(line)
 
 
 def say_agreement(one, other, of_one, of_other):

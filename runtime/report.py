@@ -128,16 +128,41 @@ def warning(numbers):
         return "in every group all samples received the same reward, so this step had no gradient"
 
 
-def pass_at_1_change(rows):
-    """The first and the last evaluation in words, and the change between them. Both ask the same
-    questions, so the change is paired by question, which takes the questions' own spread out of its
-    standard error. rows: of evaluations.jsonl."""
-    rows = rows.assign(share=rows.right.map(lambda right: sum(right) / len(right)))
-    right = rows.pivot(index="index", columns="step", values="share")  # [questions, steps]
-    first, last = right.iloc[:, 0], right.iloc[:, -1]
-    shown = [over_questions(each) for each in (first, last, last - first)]
-    noise = " (SE; noise may reach 2 SE)" if len(right) > 1 else ""
-    return "first {}, last {}, change {}".format(*shown) + noise
+# ------------------------------------------------------------------------------------------- pass@1
+
+
+def read_lines(directory):
+    """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
+    of a training run. Of these the first and the last are read."""
+    is_run = (directory / "config.json").exists()
+    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
+    require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
+    needed = {"question", "references", "answers", "right"}
+    whole = all(needed <= line.keys() for line in lines)
+    require(whole, f"{directory}: its lines lack some of {', '.join(sorted(needed))}")
+    for line in lines:
+        line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
+    return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
+
+
+def case_of(row):
+    """What is graded: a question with its references."""
+    return row["question"], tuple(row["references"])
+
+
+def say_pass_at_1(lines, by):
+    """Print pass@1 of each run, and its change from the first run. ±: standard errors over
+    questions; noise may reach two of them. The change is paired by question, which takes the
+    questions' own spread out of its error. Lines with the same question and references are one."""
+    of_lines = [(x["run"], repr(case_of(x)), sum(x["right"]) / len(x["right"])) for x in lines]
+    table = pandas.DataFrame(of_lines, columns=["run", "case", "share"])
+    table = table.pivot_table("share", "case", "run", sort=False)
+    print(f"\n{len(table)} questions, what is right by {by}:")
+    for run in table:
+        line = f"  {run}: pass@1 {over_questions(table[run])}"
+        if run != table.columns[0]:
+            line += f", change {over_questions(table[run] - table.iloc[:, 0])}"
+        print(line)
 
 
 # ------------------------------------------------------------------------------------------ the log
@@ -268,9 +293,9 @@ class RunLog:
         if not is_rank_0():
             return
         print(f"{self.args.reward} on {self.args.dataset}")
-        if rows := self.rows("evaluations.jsonl"):
-            print(f"  pass@1   {pass_at_1_change(pandas.DataFrame(rows))}")
         print(f"  model    {self.out}/checkpoints/step-{self.last_step}")
         print(f"  curves   python plot.py {self.out}")
         print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
+        if rows := self.rows("evaluations.jsonl"):
+            say_pass_at_1(read_lines(self.out), "the run's own verifier")
         say_grade([row.get("verifier") for row in rows], self.out)
