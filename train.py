@@ -22,7 +22,7 @@ from evaluate import evaluate
 from reward_functions import REWARDS, R_by_name, check_asked, judge
 from rloo import leave_one_out, update
 from rollout import sample
-from runtime.files import read_config
+from runtime.files import how_to_resume, read_config
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RunLog
 from tasks import toy_model
@@ -140,7 +140,7 @@ def main():
     cli.require(stop.skipped < 3, f"{problem}: start a new run with a lower --lr")
     dist.destroy_process_group()
     if step < last_step:
-        log.stopped(step)
+        cli.say(f"stopped after step {step} of {last_step}; {how_to_resume(out)}")
         return 128 + stop.signal
     log.summary()
 

@@ -136,6 +136,6 @@ def checkpoints(run):
 
 
 def how_to_resume(run):
-    """In words, for a run that cannot write."""
+    """In words, for a run that is stopped or cannot write."""
     last = ["none", *(path.name for _, path in checkpoints(run))][-1]
     return f"go on with --resume --out {run}; the last complete checkpoint is {last}"

@@ -283,11 +283,6 @@ class RunLog:
             self.warned.add(problem)
             say(f"warning at step {line['step']}: {problem}")
 
-    def stopped(self, step):
-        """Print how to go on with a run that was stopped."""
-        flags = f"--resume --out {self.out}"
-        say(f"stopped after step {step} of {self.last_step}; go on with {flags}")
-
     def summary(self):
         """Print the last lines of a finished run."""
         if not is_rank_0():
