@@ -254,7 +254,8 @@ class RunLog:
         self.seconds[part], self.since = now - self.since, now
 
     def step(self, step, judged, R, A, numbers):
-        """Write a step and print it. Its numbers are means over the groups of all ranks."""
+        """Write a step and print it, and what is wrong with it. Its numbers are means over the
+        groups of all ranks."""
         described = all_gather([group_metrics(*each) for each in zip(judged, R, A)])
         line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
         line["answer_tokens"] /= line["answered"] or 1  # the mean of the samples with an answer
@@ -266,22 +267,15 @@ class RunLog:
             for each, R_group in zip(judged[:GROUPS_A_STEP], R)
         ]
         self.append("samples.jsonl", kept)
-        self.say_step(line)
-        self.warn(line)
-
-    def say_step(self, line):
-        """The line of a step on the screen. Its pace includes evaluations and checkpoints."""
-        pace = (time.perf_counter() - self.started) / (line["step"] - self.first_step + 1)
-        eta = datetime.timedelta(seconds=round(pace * (self.last_step - line["step"])))
+        # The pace includes evaluations and checkpoints.
+        pace = (time.perf_counter() - self.started) / (step - self.first_step + 1)
+        eta = datetime.timedelta(seconds=round(pace * (self.last_step - step)))
         shown = "  ".join(f"{name} {brief(line[name])}" for name in IN_THE_LOG if name in line)
-        say(f"step {line['step']}/{self.last_step}  {shown}  {pace:.3g} s/step  eta {eta}")
-
-    def warn(self, line):
-        """Say what is wrong with a step, once in a run."""
+        say(f"step {step}/{self.last_step}  {shown}  {pace:.3g} s/step  eta {eta}")
         problem = warning(line)
-        if problem and problem not in self.warned:
+        if problem and problem not in self.warned:  # once in a run
             self.warned.add(problem)
-            say(f"warning at step {line['step']}: {problem}")
+            say(f"warning at step {step}: {problem}")
 
     def summary(self):
         """Print the last lines of a finished run."""
