@@ -81,14 +81,12 @@ def load_problems(
     columns = dict.fromkeys(column for row in rows for column in row)
     unusable = f"no row can be used; {'; '.join(counts)}; the columns are {', '.join(columns)}"
     require(problems, f"{name}: {unusable}")
-    lines = [f"left out: {count}" for count in counts]
+    for count in counts:
+        say(f"{name}: left out: {count}")
     if unknown := [column for column in columns if column not in COLUMNS]:
-        lines.append(f"these columns are not used: {', '.join(unknown)}")
-    counts = collections.Counter(problem.question for problem in problems)
-    if repeated := len(problems) - len(counts):
-        lines.append(f"{repeated} rows repeat the question of another one, maybe with its answer")
-    for line in lines:
-        say(f"{name}: {line}")
+        say(f"{name}: these columns are not used: {', '.join(unknown)}")
+    if repeated := len(problems) - len({problem.question for problem in problems}):
+        say(f"{name}: {repeated} rows repeat the question of another one, maybe with its answer")
     return problems[:limit]
 
 
@@ -130,7 +128,8 @@ def beyond_mathematics(row):
 def to_problem(row: dict, verifier: str) -> Problem:
     """One row -> Problem, with this verifier if the row names none. InputError says why the row
     cannot be used, in the same words for all rows of which that is true."""
-    question, options = row.get("question") or row.get("problem"), find_options(row)
+    question = row.get("question") or row.get("problem")
+    options = row.get("options") or row.get("choices")
     require(isinstance(question, str) and question.strip(), "no question (`question`, `problem`)")
     for name in CONTEXTS:
         context = row.get(name) or ""
@@ -143,10 +142,6 @@ def to_problem(row: dict, verifier: str) -> Problem:
     verifier = row.get("verifier") or verifier
     require(verifier in [*VERIFIERS], f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
     return Problem(question, reference, verifier, tuple(others))
-
-
-def find_options(row):
-    return row.get("options") or row.get("choices")
 
 
 def find_references(row, options):
