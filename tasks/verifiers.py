@@ -94,7 +94,7 @@ def plain_text(text):
     plain = unicodedata.normalize("NFKC", plain).casefold()
     plain = re.sub(r"\\text *\{([^{}]*)\}", r"\1", plain)
     plain = re.sub(r"\\?\$", "", plain)
-    plain = plain.translate({ord(c): plain_character(c) for c in {*plain}})
+    plain = "".join(map(plain_character, plain))
     plain = " ".join(plain.split())
     ends = "".join(c for c in {*plain} if c == "'" or unicodedata.category(c) == "Po")
     ends = re.escape(re.sub(r"[%‰#&@*/\\′″]", "", ends)) + " "  # these say something
@@ -123,15 +123,11 @@ def words(text):
     character is a word."""
     plain = plain_text(text)
     bare = re.sub(r"(?<!\w)-(?=\.?\d)", "−", plain)
-    bare = bare.translate({ord(c): None for c in {*bare} if is_punctuation(c)})
+    bare = "".join(c for c in bare if unicodedata.category(c)[0] != "P")  # not punctuation
     found = re.findall(rf"[{UNSPACED}]|[^\s{UNSPACED}]+", bare)
     # What is nothing else stays as it is: "A", or "+".
     found = [word for word in found if word not in ("a", "an", "the")] or plain.split()
     return collections.Counter(found)
-
-
-def is_punctuation(c):
-    return unicodedata.category(c)[0] == "P"
 
 
 # The names are what the rows of a data set use (tasks.data.Problem.verifier).
