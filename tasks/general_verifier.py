@@ -60,8 +60,7 @@ def encode(tokenizer, pair, prompt):
     reference = " or ".join(problem.references)
     values = {"question": problem.question, "reference": reference, "answer": answer}
     text = FIELDS.sub(lambda field: values[field[1]], prompt or VERIFIER_PROMPT)
-    plain = encode_plain(tokenizer, text, split_special_tokens=True)
-    return encode_message(tokenizer, text) if prompt else plain
+    return encode_message(tokenizer, text) if prompt else encode_plain(tokenizer, text)
 
 
 MARKS = r"[\s*_#`$]*"  # Markdown's

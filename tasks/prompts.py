@@ -34,7 +34,7 @@ def encode_message(tokenizer, text):
     text if the tokenizer has none. The names of special tokens in it are ordinary text: it may hold
     an answer, and a policy could learn to write them."""
     if not tokenizer.chat_template:
-        return encode_plain(tokenizer, text, split_special_tokens=True)
+        return encode_plain(tokenizer, text)
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     before, after = around_message(tokenizer)
     return encode(before) + encode(text, split_special_tokens=True) + encode(after)
@@ -57,10 +57,11 @@ def around_message(tokenizer, *before):
     return chat.split(mark)
 
 
-def encode_plain(tokenizer, text, **options):
-    """A prompt without a template as token ids. Some tokenizers end each text with their
-    end-of-text token, after which a model would begin another text."""
-    ids = tokenizer.encode(text, **options)
+def encode_plain(tokenizer, text):
+    """A prompt without a template as token ids. The names of special tokens in it are ordinary
+    text. Some tokenizers end each text with their end-of-text token, after which a model would
+    begin another text."""
+    ids = tokenizer.encode(text, split_special_tokens=True)
     while ids[-1] in tokenizer.all_special_ids:
         ids.pop()
     return ids
