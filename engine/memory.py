@@ -52,7 +52,7 @@ def host_lacks(actor):
     """What the host lacks to hold the policy and Adam, or None: 16 bytes for each parameter, and
     more since pinned memory comes in powers of two."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    parameters = sum(p.numel() for p in actor.parameters()) * ranks_here / dist.get_world_size()
+    parameters = actor.num_parameters() * ranks_here / dist.get_world_size()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if 20 * parameters > memory:
         need = f"policy and Adam need about {20 * parameters / 1e9:.3g} GB of CPU memory"
@@ -66,7 +66,7 @@ def is_crowded(actor, cpu_offload, rows, longest_row):
     if cpu_offload or not getattr(actor, "sample_pieces", None):
         return False
     keys_and_values, _, _ = bytes_of(actor)
-    moments = 8 * sum(p.numel() for p in actor.parameters()) / dist.get_world_size()
+    moments = 8 * actor.num_parameters() / dist.get_world_size()
     if rows * longest_row * keys_and_values < bytes_that_fit(actor) - moments:
         return False
     if lack := host_lacks(actor):
@@ -95,8 +95,8 @@ def memory_needed(actor, cpu_offload, ranks, tokens):
 def check_disk(actor, out, keep):
     """Check that the checkpoints of a run fit on the disk -> a line for the log."""
     more = max(1, keep + 1 - len(checkpoints(out)))  # the oldest goes when the new one is complete
-    parameters = sum(p.numel() for p in actor.parameters())
-    size = more * (12 + actor.dtype.itemsize) * parameters / 1e9  # fp32 weights, Adam, the actor
+    # fp32 weights and Adam's moments take 12 bytes for each parameter.
+    size = more * (12 + actor.dtype.itemsize) * actor.num_parameters() / 1e9
     free = shutil.disk_usage(out).free / 1e9
     line = f"disk: {more} more checkpoints would take {size:.3g} of {free:.3g} GB"
     require(size < free, f"--out {out}: {line}: use a smaller --keep")

@@ -216,7 +216,7 @@ class RunLog:
 
     def header(self, actor, problems, memory):
         """Print the first lines of a run. memory: what memory.py says."""
-        args, parameters = self.args, sum(p.numel() for p in actor.parameters())
+        args = self.args
         verifiers = ", ".join(sorted({problem.verifier for problem in problems}))
         model, ranks = args.model or "the toy model", dist.get_world_size()
         say(
@@ -224,7 +224,7 @@ class RunLog:
             f"{self.last_step:,} steps of {args.questions} questions x {args.samples} samples, "
             f"up to {args.max_new_tokens:,} tokens; learning rate {args.lr:g}"
         )
-        say(f"{model}: {parameters:,} parameters, {ranks} x {actor.device.type}")
+        say(f"{model}: {actor.num_parameters():,} parameters, {ranks} x {actor.device.type}")
         say(f"{memory}\nfiles: {self.out}")
 
     def evaluated(self, step, summary, lines):
