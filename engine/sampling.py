@@ -31,8 +31,7 @@ class EachStep(LogitsProcessor):
     def __call__(self, ids, logits):
         # generate()'s own suppress_tokens takes a list, and sorts the vocabulary at every step.
         logits[:, self.tokenizer_size :] = -torch.inf
-        logp = logits.float().log_softmax(-1)
-        self.entropies.append(-(logp.exp() * logp.clamp_min(-1e9)).sum(-1))  # 0 * -inf is nan
+        self.entropies.append(torch.special.entr(logits.float().softmax(-1)).sum(-1))
         self.bar.update(len(logits))
         return logits
 
