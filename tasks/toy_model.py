@@ -79,7 +79,6 @@ def build_model(tokenizer):
         initializer_range=0.06,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
     )
     return Qwen3ForCausalLM(config)
 
