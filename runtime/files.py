@@ -57,17 +57,14 @@ def whole_line(line):
 
 def table_rows(table):
     """The rows of a pyarrow table as dicts, with floats as they are printed."""
-    columns = [
-        [as_printed(value, of) for value in column.to_pylist()]
-        for column, of in zip(table.columns, table.schema.types)
-    ]
-    return [dict(zip(table.column_names, row)) for row in zip(*columns)]
+    of = pyarrow.struct(table.schema)
+    return [as_printed(row, of) for row in table.to_pylist()]
 
 
 def as_printed(value, of):
     """A value of this type of pyarrow. A float of 16 or 32 bits becomes the one that is printed:
     .1 would be 0.0999755859375 or 0.10000000149011612."""
-    if value is None or "float" not in str(of) or "map<" in str(of):
+    if value is None or "float" not in str(of) or pyarrow.types.is_map(of):
         return value
     if isinstance(value, dict):
         return {field.name: as_printed(value[field.name], field.type) for field in of}
