@@ -57,10 +57,8 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     (mean length of a completion), questions, runs.
     """
     seed_everything(seed, "evaluation")
-    settings["name"] = "evaluation"
-    [lines] = sample_and_judge(
-        model, tokenizer, problems, runs, max_new_tokens, at_once=len(problems), **settings
-    )
+    settings |= {"name": "evaluation", "at_once": len(problems)}
+    [lines] = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **settings)
     samples = sample_table(lines, "tokens")
     by_question = samples.groupby(level=0).right.mean()
     error = float(by_question.sem()) if len(problems) > 1 else None
@@ -92,9 +90,8 @@ def main():
     names = [os.path.expanduser(name) for name in args.dataset.split(",")]
     datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
     out = open_run_directory(args.out, "eval")
-    model, tokenizer = load(
-        args.model, device, check_sampling, dtype=args.dtype, sampler=args.sampler
-    )
+    kind = dict(dtype=args.dtype, sampler=args.sampler)
+    model, tokenizer = load(args.model, device, check_sampling, **kind)
     tokens = args.max_new_tokens = args.max_new_tokens or int(min(8192, positions(model) / 2))
     for name in datasets:
         datasets[name], _ = usable_prompts(model, tokenizer, datasets[name], name, tokens)
