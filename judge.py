@@ -42,10 +42,9 @@ def say_judgement(lines, path=None):
     """Print what lines of samples.jsonl say about the rewards that all of them have -> the table, a
     DataFrame with a row for each reward. path: where it is written before anything is printed."""
     rewards = pandas.DataFrame([line.get("rewards", {}) for line in lines])
-    of_all = rewards.notna().all()
-    names = [*rewards.columns[of_all]]
-    if not of_all.all():
-        print(f"left out, since some questions lack them: {', '.join(rewards.columns[~of_all])}")
+    names = [*rewards.dropna(axis="columns")]
+    if lacking := [name for name in rewards if name not in names]:
+        print(f"left out, since some questions lack them: {', '.join(lacking)}")
     if not names:
         return None
     samples = sample_table([line | line["rewards"] for line in lines], *names)
