@@ -24,7 +24,7 @@ from evaluate import sample_and_judge
 from reward_functions import REWARDS, check_asked
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import init_ranks, open_run_directory, seed_everything
-from runtime.report import brief, sample_table, say_grade
+from runtime.report import brief, case_of, sample_table, say_grade
 from tasks.data import NAMES, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
@@ -49,7 +49,7 @@ def say_judgement(lines, path=None):
         return None
     samples = sample_table([line | line["rewards"] for line in lines], *names)
     # Lines of the same question, from several calls, are one question.
-    cases = pandas.Series([(line["question"], *line["references"]) for line in lines])
+    cases = pandas.Series(map(case_of, lines))
     samples.index = cases.factorize()[0][samples.index]
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     both, table = judge_rewards(samples, names)
