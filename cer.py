@@ -146,11 +146,12 @@ def rewards(
 ) -> tuple[torch.Tensor, Scores]:
     """CER of the N samples of one question -> (R [N], Scores), for another trainer. The inputs are
     those of `score`. No gradient flows through R."""
-    # Padding on the left would be read as a part of the context. (On the right it is never read.)
+    # Padding would be read as a part of the context, except after a completion.
     padding = tokenizer.pad_token_id
-    padded = any(ids[:1] == [padding] and {*ids} > {padding} for ids in (prompt, *completions))
-    if padded and padding != tokenizer.bos_token_id:  # some prompts begin with it rightly
-        raise ValueError("prompt or completions are padded on the left: pass them without padding")
+    padded = any(ids[:2] == [padding] * 2 and {*ids} > {padding} for ids in (prompt, *completions))
+    once = prompt[:1] == [padding] != [tokenizer.bos_token_id]  # some prompts begin with it rightly
+    if padded or once or prompt[-1:] == [padding]:
+        raise ValueError("prompt or completions are padded: pass them without padding")
     scores = score(model, tokenizer, prompt, completions, reference, M)
     return scores.R_of_samples(), scores
 

@@ -35,7 +35,7 @@ from engine.load import load  # noqa: E402
 from runtime import cli  # noqa: E402
 from tasks import toy_model  # noqa: E402
 from tasks.data import load_problems  # noqa: E402
-from tasks.prompts import chat_messages  # noqa: E402
+from tasks.prompts import chat_messages, usable_prompts  # noqa: E402
 
 
 def cer_rewards(trainer, prompts, completion_ids, references):
@@ -94,6 +94,7 @@ def main():
 
     beyond = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
     problems = load_problems(args.dataset)
+    problems, _ = usable_prompts(model, tokenizer, problems, args.dataset, args.max_new_tokens)
     rows = [{"prompt": chat_messages(p), "reference": p.references} for p in problems]
     Config, Trainer = (GRPOConfig, GRPOTrainer) if args.grpo else (RLOOConfig, RLOOTrainer)
     config = Config(

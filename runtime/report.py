@@ -32,6 +32,8 @@ def verbatim(answer, references):
 def group_metrics(judged, R, A):
     """The metrics of one group. R, A [N]."""
     group, N = judged.group, len(R)
+    # If the actor gives every answer a reward of exactly 0, it is too small for fp32.
+    nothing = R.max() == 0 and not (judged.scores and any(group.answers))
     numbers = {
         "reward": R.mean().item(),
         "exact_match": sum(verbatim(a, group.problem.references) for a in group.answers) / N,
@@ -42,7 +44,7 @@ def group_metrics(judged, R, A):
         "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
         "completion_tokens": sum(len(ids) for ids in group.completions) / N,
         "zero_advantage_groups": float(not A.any()),
-        "tiny_reward_groups": float(0 < R.max() < TINY),
+        "tiny_reward_groups": float(R.max() < TINY and not nothing),
     }
     if group.entropies:
         numbers["entropy"] = sum(group.entropies) / N

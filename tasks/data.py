@@ -147,7 +147,10 @@ def to_problem(row: dict, verifier: str) -> Problem:
 def find_references(row, options):
     """The distinct references of a row, at least one. A list holds several people's answers, or
     several wordings, and those that cannot be used are left out."""
-    answer = (options and row.get("answer_letter")) or row.get("answer")
+    if options and (letter := row.get("answer_letter")):
+        require(letter in by_letter(options), "`answer_letter` is not the letter of an option")
+        return [letter]
+    answer = row.get("answer")
     if answer in (None, "", []):
         box = split_answer(as_text(row.get("solution")) or "")
         answer = box[1] if box else ""
@@ -192,14 +195,11 @@ def tidy(text):
 def letter_of(answer, options):
     """The letter of the option that an answer names: text by the letter or by the option's text, a
     number by the index from 0, or by its value if the options are numbers, too."""
-    texts = by_letter(options)
-    if answer in texts:
-        return answer
-    named = [
-        letter
-        for index, (letter, text) in enumerate(texts.items())
-        if answer in ([tidy(text)] if isinstance(answer, str) else [index, options[index]])
-    ]
+    named = []
+    for index, (letter, text) in enumerate(by_letter(options).items()):
+        names = [letter, tidy(text)] if isinstance(answer, str) else [index, options[index]]
+        if answer in names:
+            named.append(letter)
     require(len(named) == 1, "`answer` is not the letter, text or index from 0 of one option")
     return named[0]
 

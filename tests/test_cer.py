@@ -307,11 +307,12 @@ def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):
         ((prompt, completions, "7", 0), "M must be at least 1"),
         *(((prompt, completions, bad), "a box, or has unmatched") for bad in (r"\boxed{7}", "7}")),
         (([prompt], completions, "7"), "lists of token ids"),
-        (([padding] + prompt, completions, "7"), "padded on the left"),
-        ((prompt, [[padding] + ids for ids in whole], "7"), "padded on the left"),
+        (([padding] + prompt, completions, "7"), "are padded"),
+        ((prompt + [padding], completions, "7"), "are padded"),
+        ((prompt, [[padding] * 2 + ids for ids in whole], "7"), "are padded"),
     ]
     model = tiny_model(len(tokenizer))
-    rewards(model, tokenizer, prompt, [whole[0], completions[1]], "7")  # one of them may
+    rewards(model, tokenizer, prompt, [whole[0], [padding] + completions[1]], "7")  # these may
     for inputs, says in cases:
         with pytest.raises(ValueError, match=says):
             rewards(model, tokenizer, *inputs)

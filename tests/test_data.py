@@ -58,13 +58,13 @@ def test_the_columns_of_the_hub(load_rows):
         ("72", {"question": "c", "answer": "48/2 = 24\n#### 72"}),  # GSM8K
         ("0", {"question": "c", "answer": 0}),
         ("27", {"question": "g", "answer": 27.0}),  # a column of integers with a gap
-        ("B", {"question": "f", "options": ["p", "q"], "answer": "q", "answer_letter": "B"}),
+        ("B", {"question": "f", "options": ["B", "q"], "answer": "q", "answer_letter": "B"}),
         ("J", {"question": "i", "options": [str(i) for i in range(12)], "answer": "J"}),
     ]
     problems = load_rows([row for _, row in rows])
     assert [problem.reference for problem in problems] == [reference for reference, _ in rows]
     assert [problem.verifier for problem in problems] == ["text"] * 9 + ["letter"] * 2
-    assert problems[9].question == "f\nA: p\nB: q"
+    assert problems[9].question == "f\nA: B\nB: q"
     assert problems[10].question.endswith("\nK: 10\nL: 11")
 
 
@@ -140,9 +140,10 @@ def test_choices_are_options(load_rows, capsys):
     assert "3 rows repeat the question of another one" in capsys.readouterr().err
     # Out of range; no text; the text of two; the number as index is another than as text.
     bad = (metals, 3), (metals, -1), (metals, 0.5), (metals, "1"), (metals, "ir"), (["x", "x"], "x")
-    rows += [{"question": "q", "choices": o, "answer": a} for o, a in (*bad, ([2, 0, 1], 2))]
+    bad += ([2, 0, 1], 2), (["O", "A"], "A")  # the letter of one and the text of another
+    rows += [{"question": "q", "choices": o, "answer": a} for o, a in bad]
     assert load_rows(rows) == problems
-    assert "index from 0 of one option (7 of 15: rows [9, 10, 11])" in capsys.readouterr().err
+    assert "index from 0 of one option (8 of 16: rows [9, 10, 11])" in capsys.readouterr().err
 
 
 def test_a_context_comes_before_the_question(load_rows, capsys):

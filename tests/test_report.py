@@ -54,6 +54,8 @@ def test_a_groups_numbers_by_hand(tokenizer):
     assert report.means([{"a": 1, "b": 2}, {"a": 3, "b": 4}]) == {"a": 2, "b": 3}
     for scale, share in (1e-9, 1), (1e-3, 0), (0.0, 0):
         assert report.group_metrics(plain, R * scale, R)["tiny_reward_groups"] == share
+    scored = dataclasses.replace(plain, scores="of the actor")
+    assert report.group_metrics(scored, 0 * R, 0 * R)["tiny_reward_groups"] == 1  # underflow
 
 
 def test_a_runs_summary_by_hand(tmp_path, capsys):
