@@ -1,5 +1,6 @@
 """The benchmarks run end to end, in their smallest shape."""
 
+import contextlib
 import functools
 import json
 import re
@@ -70,12 +71,25 @@ PAGE = (ROOT / "docs/measurements.md").read_text()
 PEOPLE = PAGE.split("\n## Does it tell right from wrong ")[2]
 MATHEMATICS = (ROOT / "benchmarks/results/judge-real.md").read_text()
 OWN_CASE_PAGE = (ROOT / "benchmarks/results/own-case.md").read_text()
+CONTROL = (ROOT / "benchmarks/results/squad-control.md").read_text()
 
 
 @functools.cache
 def own_case_samples(data):
     samples = own_case.read_csv(ROOT / "benchmarks/results/own-case.csv")
     return samples[samples.data == data]
+
+
+def section(page, heading):
+    """What is under the heading that begins so."""
+    return page.split(f"\n## {heading}")[1].split("\n## ")[0]
+
+
+def names_of(page, begins="import pandas\n", **names):
+    """Run the block of code that begins so -> its names, and those that are given."""
+    with contextlib.chdir(ROOT):
+        exec(re.search(rf"```python\n({begins}.*?)```", page, re.S)[1], names)
+    return names
 
 
 def shown(page, label):
@@ -159,8 +173,8 @@ def test_aim_over_all_samples_measures_boxing():
     assert "is higher by .042 (-.006 to .093)" in words and "an aim of .69" in words
     for k, label in enumerate(LABELS.values()):
         label = label.replace("$P$ (`verifree`)", "`verifree`")
-        table = OWN_CASE_PAGE.split("## Aim over all samples")[1]
-        assert shown(table.split("\n## ")[0], label) == near(numpy.array(columns)[:, k])
+        table = section(OWN_CASE_PAGE, "Aim over all samples")
+        assert shown(table, label) == near(numpy.array(columns)[:, k])
     aucs = judge.question_aucs(frame[frame.answered], NAMES)
     _, table = page.split("\n| `cer` minus |")
     aims = own_case.advantage_products(frame[frame.answered], NAMES)
@@ -192,7 +206,7 @@ def test_cer_is_ahead_of_P_on_answers_that_equal_a_reference():
         numbers = shown(table, label)
         assert numbers[0] == len(aucs) and numbers[1:5] == near(means)
         assert numbers[5:] == near(judge.interval(aucs[:, 0] - aucs[:, 1]), 0.00051)
-    page = OWN_CASE_PAGE.split("## And where a right answer")[1].split("\n## ")[0]
+    page = section(OWN_CASE_PAGE, "And where a right answer")
     spread = found["no word in common"].std(0, ddof=1)
     assert [0.43, 0.38] == near(spread[:2]) and ".43, and that of $P$ with .38" in page
     turns = own_case.aucs_in_turn("no word in common", squad)
@@ -216,22 +230,13 @@ def test_verbatim_samples_that_receive_less_than_the_mean(capsys):
     assert [0.34, 0.50] == near([least, group.verifree.mean()])
 
 
-def test_the_numbers_of_training_on_people_s_questions_are_those_of_its_csv(monkeypatch):
-    monkeypatch.chdir(Path(own_case.__file__).parents[1])
-    page = Path("benchmarks/results/squad-train.md").read_text()
-    names = {}
-    exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
-    of_truth = r" (\.\d+) \| (?:(\.\d+) ± (\.\d+))? ?\|"  # pass@1, its change and standard error
-    rows = re.findall(rf"^\| `?(\w+)`? \|{2 * of_truth}$", page, re.M)
-    assert [run for run, *_ in rows] == ["before", "cer", "exact", "verifree", "overlap"]
-    for run, *shown in rows:
-        found = []
-        for truth in "text", "right":
-            of_run, before = (names["by_question"][truth][each] for each in (run, "before"))
-            change = of_run - before
-            found += [of_run.mean(), change.mean(), change.sem()]
-        shown = [float(x or 0) for x in shown]
-        assert shown == pytest.approx(found, abs=0.00056)
+def test_the_numbers_of_training_on_people_s_questions_are_those_of_its_csv():
+    page = (ROOT / "benchmarks/results/squad-train.md").read_text()
+    by_question, table = names_of(page)["by_question"], page.split("| reward | by `text` |")[1]
+    for run in "before", "cer", "exact", "verifree", "overlap":
+        expected = means_and_changes(by_question, run, "text", "right")
+        label = run if run == "before" else f"`{run}`"
+        assert shown(table.split("\n\n")[0], label) == near(expected, 0.00056), run
 
 
 def test_differences_are_paired_by_seed():
@@ -294,8 +299,7 @@ def test_the_mean_of_token_probabilities_is_that_of_plain_passes(tokenizer):
 
 def test_what_asking_found_is_in_its_csv():
     """AUC by kind of right answer, the primary comparison, and what saying nothing received."""
-    page = (ROOT / "docs/measurements.md").read_text().split("\n## Why not ask the model?")[1]
-    page = page.split("\n## ")[0]
+    page = section(PAGE, "Why not ask the model?")
     tables = asked.table_of(asked.read_csv(ASKED))
     labels = {
         "$P$ (": "verifree",
@@ -363,14 +367,10 @@ def label_of(run):
     return run if run == "before" else f"`{run[:-1]}`, seed {run[-1]}"
 
 
-def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
+def test_the_control_of_training_is_that_of_its_csv():
     """pass@1, answers and their changes, on the page of the run."""
-    monkeypatch.chdir(ROOT)
-    whole = (ROOT / "benchmarks/results/squad-control.md").read_text()
-    page, second = whole.split("## What came out of the second round")
-    second = second.split("## Three seeds")[0]
-    names = {}
-    exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
+    page, second = (section(CONTROL, f"What came out{of}\n") for of in ("", " of the second round"))
+    names = names_of(page)
     by_question = names["by_question"]
     for run in "before", "any-box0", "any-box1", "cer0", "asked0", "exact0":
         expected = means_and_changes(by_question, run, "text", "answered")
@@ -378,8 +378,7 @@ def test_the_control_of_training_is_that_of_its_csv(monkeypatch):
     difference = names["difference"]
     assert [0.035, 0.021] == near([difference.mean(), difference.sem()], 0.00051)
     assert ".035 ± .021" in page
-    exec(re.findall(r"```python\n(known = .*?)```", second, re.S)[0], names)
-    read = names["read"]
+    read = names_of(second, "known = ", **names)["read"]
     frozen = names["by_question"]["text"]["frozen0"] - names["by_question"]["text"]["asked0"]
     assert with_error(frozen) in second
     for run in read["read"]:
@@ -401,13 +400,10 @@ def check_runs(page, text, reading, except_for=()):
         assert run in ("before", *except_for) or with_error(change) in PAGE, run
 
 
-def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
+def test_the_runs_on_a_gpu_are_those_of_their_csv():
     """The tables of their page, and the primary comparisons, there and in docs/measurements.md."""
-    monkeypatch.chdir(ROOT)
-    page = (ROOT / "benchmarks/results/squad-control.md").read_text()
-    page = page.split("## What came out on the GPU")[1].split("## Rivals")[0]
-    names = {}
-    exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
+    page = section(CONTROL, "What came out on the GPU")
+    names = names_of(page)
     for model, part in zip(("135M", "1.5B"), page.split("**Qwen2.5-Coder-1.5B")):
         text, reading = (names[of].loc[model].dropna(axis=1) for of in ("by_text", "by_reading"))
         assert f"{len(reading)} " in page
@@ -418,13 +414,10 @@ def test_the_runs_on_a_gpu_are_those_of_their_csv(monkeypatch):
             assert model == "1.5B" or with_error(ahead[run]) in PAGE.replace("**", ""), run
 
 
-def test_the_rivals_of_cer_are_those_of_their_csv(monkeypatch):
+def test_the_rivals_of_cer_are_those_of_their_csv():
     """All rewards with 1.5B, there and in docs/measurements.md."""
-    monkeypatch.chdir(ROOT)
-    page = (ROOT / "benchmarks/results/squad-control.md").read_text()
-    page = page.split("## What came out of the rivals")[1]
-    names = {}
-    exec(re.findall(r"```python\n(import pandas\n.*?)```", page, re.S)[0], names)
+    page = section(CONTROL, "What came out of the rivals")
+    names = names_of(page)
     text, reading = names["by_text"], names["by_reading"]
     assert f"{len(reading)} questions are left" in page
     check_runs(page, text, reading, except_for=["asked"])  # which has one seed, one start
@@ -498,12 +491,9 @@ def test_the_first_hour_on_a_gpu_is_as_it_was_measured():
     assert f"| {scored.seconds:.2f} ({scored.ratio:.1f} times".replace("0.", ".", 1) in page
 
 
-def test_who_asks_about_the_own_case_finds_what_is_shown(monkeypatch):
+def test_who_asks_about_the_own_case_finds_what_is_shown():
     """AUC of asking the model, on the samples of own-case.csv."""
-    monkeypatch.chdir(ROOT)
-    names = {}
-    exec(re.findall(r"```python\n(import own_case.*?)```", OWN_CASE_PAGE, re.S)[0], names)
-    asked = names["asked"]
+    asked = names_of(OWN_CASE_PAGE, "import own_case")["asked"]
     kinds = own_case.KINDS["not equal as text"], own_case.KINDS["no word in common"]
     for of, said in zip((lambda frame: frame.right, *kinds), (".95", ".91", ".88")):
         kept = asked[asked.answered & (~asked.right | of(asked))]
