@@ -1,6 +1,5 @@
 """What reaches the model: the first prompt is shown, and control tokens are kept out."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 import evaluate
 import judge
 import train
-import warm_start
 from reward_functions import asking_prompts, check_asked
 from runtime.cli import InputError
 from tasks import general_verifier, toy_model
@@ -65,23 +63,6 @@ def test_qwens_control_tokens(qwen_tokenizer, capsys):
     problems = [Problem("q", r) for r in references]
     problems, _ = usable_prompts(tiny_model(8), qwen_tokenizer, problems, "mine", 7)
     assert [problem.reference for problem in problems] == ["<b>6</b>"]
-
-
-def test_demonstrations_with_control_tokens_are_left_out_and_counted(script, toy_model_dir):
-    good, chat, echo = (
-        '{"question": "Q?", "solution": "so \\\\boxed{7}"}\n',
-        '{"question": "Q?", "solution": "so \\\\boxed{7}<eos>"}\n',
-        '{"question": "<eos>Q?", "solution": "so \\\\boxed{7}"}\n',
-    )
-    flags = f"--model {toy_model_dir} --data demos.jsonl --batch 2 --out warm"
-    Path("demos.jsonl").write_text(good + chat + good + echo)
-    code, out, err = script(warm_start, flags)
-    assert code == 0 and out.startswith("2 demonstrations, "), err
-    assert "demos.jsonl: left out: 2 of 4 questions or answers have a control token" in err
-    Path("demos.jsonl").write_text(chat + echo)
-    code, out, err = script(warm_start, flags.replace("warm", "other"))
-    says = "demos.jsonl: no question is left; 2 of 2 questions or answers have a control token"
-    assert code == 2 and re.fullmatch(f"warm_start.py: {says}\n", err), err
 
 
 PIECE = "{{ messages[-1].content }}"

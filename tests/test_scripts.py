@@ -263,10 +263,14 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
 
 
 def test_a_supervised_start(script, toy_model_dir):
-    Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n' * 4)
+    """Of the rows without a control token."""
+    row = '{"question": "Q?", "solution": "so \\\\boxed{7}"}\n'
+    bad = row.replace("Q?", "<eos>Q?") + row.replace("so ", "so<eos> ")
+    Path("demos.jsonl").write_text(row * 4 + bad)
     flags = f"--model {toy_model_dir} --data demos.jsonl --epochs 20 --batch 2 --lr 1e-2"
     code, stdout, err = script(warm_start, f"{flags} --out warm")
-    assert code == 0 and "judge.py --model warm " in stdout, err
+    assert code == 0 and stdout.startswith("4 demonstrations, "), err
+    assert "left out: 2 of 6" in err and "judge.py --model warm " in stdout
     assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
     AutoModelForCausalLM.from_pretrained("warm")
 
