@@ -143,6 +143,15 @@ def toy_model_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def long_model_dir(tmp_path_factory, tokenizer):
+    """A model that can be asked: it has positions enough for the prompt."""
+    directory = tmp_path_factory.mktemp("long") / "model"
+    for part in tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer:
+        part.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def quick(toy_model_dir):
     """The flags of two steps of training in a second: the toy's model on eight questions, and
     three others in evaluation. Each reference is an answer that the model often gives."""

@@ -7,7 +7,6 @@ from unittest import mock
 
 import numpy
 import pytest
-from conftest import tiny_model
 from processes import finish, run_in, start_ranks
 
 import cer
@@ -136,15 +135,14 @@ def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_mo
     assert code == 0 and "with --max-new-tokens (64)" in err, err  # half of the positions
 
 
-def test_it_says_who_can_be_asked_and_that_it_can_be_pleased(script, toy_model_dir, tokenizer):
+def test_it_says_who_can_be_asked_and_that_it_can_be_pleased(script, toy_model_dir, long_model_dir):
     flags = "--dataset toy-test --limit 2 --samples 4 --max-new-tokens 24"
     rewards = "--rewards asked,cer,asked"
     code, out, err = script(judge, f"{flags} --model {toy_model_dir} --out a {rewards}")
     assert code == 0 and "asked is left out, since this model cannot be asked: it has 128" in err
     assert "\nasked" not in out and "\ncer" in out
-    for part in tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer:
-        part.save_pretrained("long")
-    code, out, err = script(judge, f"{flags} --model {toy_model_dir} --verifier-model long --out b")
+    flags += f" --model {toy_model_dir} --verifier-model {long_model_dir}"
+    code, out, err = script(judge, f"{flags} --out b")
     assert code == 0 and "\nasked " in out and "\nasked can be gamed: read samples" in out, err
     assert "the model would begin with" in err
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import group_of, steps_of, tiny_model
+from conftest import group_of, steps_of
 
 import train
 from reward_functions import Judged
@@ -89,14 +89,13 @@ def test_a_log_has_a_line_a_step(finished_run):
     assert re.search(r"before training  pass@1 \S+ ± \S+\n  a sample: .* -> .*\((righ|wron)", err)
 
 
-def test_a_run_that_learns_nothing_says_so(script, quick, tokenizer):
+def test_a_run_that_learns_nothing_says_so(script, quick, long_model_dir):
     """Three new tokens are too few for a box. The questions come after one long passage."""
-    for model in tiny_model(len(tokenizer)), tokenizer:
-        model.save_pretrained("long")
     rows = [{"question": "passage " * 40 + f"Q{k}?", "answer": "7"} for k in range(8)]
     append_rows(Path("mine.jsonl"), rows)
-    flags = f"{quick} --model long --dataset mine.jsonl --eval-dataset mine.jsonl --eval-limit 1"
-    code, out, err = script(train, f"{flags} --verifier math --out run --max-new-tokens 3")
+    flags = f"{quick} --model {long_model_dir} --dataset mine.jsonl --eval-dataset mine.jsonl"
+    flags += " --eval-limit 1 --verifier math --max-new-tokens 3 --out run"
+    code, out, err = script(train, flags)
     assert code == 0, err
     assert "change 0\n" in out and "nan" not in out  # one question has no standard error
     assert "warning at step 1: almost no answers, and most samples are cut off: raise" in err

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import LOGS, steps_of, summary_of, tiny_model, written_by
+from conftest import LOGS, steps_of, summary_of, written_by
 from processes import finish, run_in, start_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,15 +46,6 @@ def test_what_a_run_writes(finished_run, toy_model_dir):
     assert AutoTokenizer.from_pretrained(models[2]).chat_template
 
 
-@pytest.fixture(scope="session")
-def long_model_dir(tmp_path_factory, tokenizer):
-    """A model that can be asked: it has positions enough for the prompt."""
-    directory = tmp_path_factory.mktemp("long") / "model"
-    for part in tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer:
-        part.save_pretrained(directory)
-    return directory
-
-
 @pytest.mark.parametrize("reward", sorted(REWARDS.keys() - {"cer"}))
 def test_a_step_of_training(script, monkeypatch, quick, long_model_dir, reward):
     """Each row has the advantage of its sample over the others of its question."""
@@ -72,15 +63,12 @@ def test_a_step_of_training(script, monkeypatch, quick, long_model_dir, reward):
         assert min(abs(weight - A_i) for weight in row.weights) < 1e-6
 
 
-def test_the_policy_is_asked_on_two_ranks(script, tmp_path, quick, toy_model_dir, long_model_dir):
-    """Each by its own copy. The toy's model has too few positions, and a line says so."""
-    flags = "--reward asked --steps 1 --out run"
-    code, _, err = script(train, f"{quick} {flags}")
-    assert code == 2 and "this model cannot be asked: it has 128 positions, too few" in err
-    shutil.rmtree("run")
-    flags = f"{quick} {flags}".replace(str(toy_model_dir), str(long_model_dir))
+def test_the_policy_is_asked_on_two_ranks(tmp_path, quick, toy_model_dir, long_model_dir):
+    """Each by its own copy."""
+    flags = quick.replace(str(toy_model_dir), str(long_model_dir))
+    flags += " --reward asked --steps 1 --out run"
     finish(start_ranks(2, run_in, tmp_path, train.main, flags))
-    [line] = steps_of(Path("run"))
+    [line] = steps_of(tmp_path / "run")
     assert 0 <= line["reward"] < 1 and line["grad_norm"] is not None
 
 
@@ -227,17 +215,18 @@ def test_a_second_process_on_a_run_is_refused(script, tmp_path):
 
 
 def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
-    """Of two data sets; the flags reach the sampler."""
+    """Of two data sets; the flags reach the sampler. No shell replaces the ~ in these paths."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    Path("model").symlink_to(toy_model_dir)
     held_out = re.search("--eval-dataset (.*?) ", quick)[1]
     rows = ['{"question": "Q?", "answer": "1"}\n', '{"question": "<eos>", "answer": "1"}\n']
     Path("mine.jsonl").write_text("".join(rows))
-    flags = f"--model {toy_model_dir} --limit 3 --runs 4 --max-new-tokens 21 --verifier math"
-    flags += f" --temperature 0.3 --top-p 0.9 --top-k 9 --dataset {held_out},mine.jsonl"
+    flags = "--model=~/model --limit 3 --runs 4 --max-new-tokens 21 --verifier math"
+    flags += f" --temperature 0.3 --top-p 0.9 --top-k 9 --dataset={held_out},~/mine.jsonl"
     monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
     texts = []
     for seed in 0, 1:
-        code, out, err = script(evaluate, f"{flags} --seed {seed} --out ~/{seed}")
+        code, out, err = script(evaluate, f"{flags} --seed {seed} --out=~/{seed}")
         assert code == 0 and "average pass@1: " in out, err
         assert "mine.jsonl: left out: 1 of 2 questions or answers have a control token" in err
         texts.append([row["texts"] for row in read_rows(f"{seed}/samples.jsonl")])
@@ -245,7 +234,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     settings = dict(temperature=0.3, top_p=0.9, top_k=9)
     assert sampled.call_args.kwargs.items() >= settings.items()
     results, rows = json.loads(Path("0/results.json").read_text()), read_rows("0/samples.jsonl")
-    assert [row["dataset"] for row in rows] == [held_out] * 3 + ["mine.jsonl"]
+    assert [row["dataset"] for row in rows] == [held_out] * 3 + [f"{tmp_path}/mine.jsonl"]
     summary, problems = results["results"][held_out], load_problems(held_out)
     assert summary == pytest.approx(summary_of(rows[:3]))
     assert 0 < summary["exact_match"] < summary["pass_at_1"] < 1 and 0 < summary["truncated"] < 1
@@ -269,21 +258,6 @@ def test_a_supervised_start(script, toy_model_dir):
     assert "left out: 2 of 6" in err and "judge.py --model warm " in stdout
     assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
     AutoModelForCausalLM.from_pretrained("warm")
-
-
-# -------------------------------------------------------------------------------------------- paths
-
-
-def test_a_tilde_is_the_home_directory(script, monkeypatch, tmp_path, toy_model_dir):
-    """No shell replaces the ~ of `--flag=~/file`."""
-    (home := tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    (home / "model").symlink_to(toy_model_dir)
-    for name in "a.jsonl", "b.jsonl":
-        (home / name).write_text('{"question": "Q?", "answer": "7"}\n')
-    flags = "--model=~/model --dataset=~/a.jsonl,~/b.jsonl --runs 2 --max-new-tokens 4 --out=~/out"
-    code, _, err = script(evaluate, flags)
-    assert code == 0 and (home / "out" / "results.json").exists(), err
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -320,6 +294,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
         "--resume --out {run} --eval-runs 3 --eval-dataset good.jsonl",
         r"cannot go on, since .*eval_runs was 2 and",
     ),
+    (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (
         train,
