@@ -17,8 +17,6 @@ from one_file import log_pi_all_ways as log_pi
 
 from engine.tokens import Box, split_answer, vocabulary
 from reward_functions import (
-    ASK,
-    ASK_END,
     REWARDS,
     R_by_name,
     Reward,
@@ -166,46 +164,26 @@ def token_f1(answer, reference):
     return 2 * precision * recall / (precision + recall)
 
 
-def test_overlap_by_hand(tokenizer):
-    shares = {"The railway  bridge.": 1, "a bridge": 2 / 3, "bridge bridge": 0.5, "the": 0, "": 0}
-    shares |= {"a railway bridge over two canals": 4 / 7, "rail": 0, "its locks": 1}
-    texts = [rf"\boxed{{{answer}}}" for answer in shares] + ["the railway bridge"]
-    [judged] = judge(
-        [group_of(tokenizer, texts, ["railway bridge", "Its locks"])], set(), None, None
-    )
-    assert R_by_name("overlap", [judged])[0].tolist() == pytest.approx([*shares.values(), 0])
-
-
 SAME = [("“Paris”", "Paris"), ("it’s", "it's"), ("1914–1918", "1914-1918"), ("Jose\u0301", "José")]
 SAME += [(text, text) for text in ("A", "The", "$", "+", "...")] + [
     ("１２", "12"),
     ("北京。", "北京"),
 ]
-PARTLY = {("北京市", "北京"): 4 / 5, ("-5", "5"): 0, ("C#", "C++"): 0, ("the A", "B"): 0}
+PARTLY = {("The railway  bridge.", "railway bridge"): 1, ("a bridge", "railway bridge"): 2 / 3}
+PARTLY |= {("bridge bridge", "railway bridge"): 0.5, ("rail", "railway bridge"): 0}
+PARTLY |= {("a railway bridge over two canals", "railway bridge"): 4 / 7}
+PARTLY |= {("北京市", "北京"): 4 / 5, ("-5", "5"): 0, ("C#", "C++"): 0, ("the A", "B"): 0}
 
 
 @pytest.mark.parametrize("answer, reference", SAME + [*PARTLY])
-def test_overlap_of_typography_and_of_scripts_without_spaces(answer, reference):
+def test_overlap_by_hand(answer, reference):
+    """Also of typography, and of scripts without spaces."""
     share = PARTLY.get((answer, reference), 1)
     assert f1(words(answer), words(reference)) == pytest.approx(share)
 
 
-def asked_by_definition(model, tokenizer, problem, answer):
-    """One plain forward pass of the whole prompt."""
-    references = " or ".join(f'"{each}"' for each in problem.references)
-    prompt = ASK.format(question=problem.question, references=references)
-    messages = [{"role": "user", "content": f"{prompt} {answer}{ASK_END}"}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    encode = vocabulary(tokenizer).encode
-    p = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
-    yes = {encode(word)[0] for word in ("Yes", "yes", "YES", " Yes")}
-    no = {encode(word)[0] for word in ("No", "no", "NO", " No")}
-    yes, no = yes - no, no - yes
-    return (p[[*yes]].sum() / (p[[*yes]].sum() + p[[*no]].sum())).item()
-
-
 def rewards_by_definition(model, tokenizer, group, references):
-    """What every reward gives to each sample, spelled out -> one dict per sample."""
+    """What every reward but `asked` gives to each sample, spelled out -> one dict per sample."""
     found, expected = [split_answer(text) for text in group.texts], []
     boxed = [i for i, box in enumerate(found) if box]
     contexts = [group.prompt + tokenizer.encode(group.texts[i][: found[i][0]]) for i in boxed]
@@ -216,7 +194,7 @@ def rewards_by_definition(model, tokenizer, group, references):
 
     P = sum(probabilities(a_star) for a_star in references)
     for i, box in enumerate(found):
-        R = dict.fromkeys(REWARDS, 0.0)
+        R = dict.fromkeys(REWARDS.keys() - {"asked"}, 0.0)
         if box:
             answer = box[1]
             W_i = probabilities(answer)
@@ -231,8 +209,6 @@ def rewards_by_definition(model, tokenizer, group, references):
             R["verifree"] = P[boxed.index(i)].item()
             R["general-verifier"] = float("14" in answer)  # as ask() below says
             R["any-box"] = float(answer != "")
-            if answer:
-                R["asked"] = asked_by_definition(model, tokenizer, group.problem, answer)
         expected.append(R)
     return expected
 
@@ -242,10 +218,9 @@ REFERENCES = ["14"], ["fourteen eggs"], [" "], ["14", "1", "fourteen"], ["the 14
 
 @pytest.mark.parametrize("references", REFERENCES)
 def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, references):
-    model, rng, asked = tiny_model(len(tokenizer)), random.Random(references[0]), []
+    model, rng = tiny_model(len(tokenizer)), random.Random(references[0])
 
     def ask(pairs, verifier_model):
-        asked.extend(pairs)
         return ["14" in answer for _, answer in pairs], []
 
     monkeypatch.setattr(general_verifier, "ask", ask)
@@ -259,23 +234,22 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
         for i, expected in enumerate(rewards_by_definition(model, tokenizer, group, references)):
-            received = {name: R[name][k, i].item() for name in REWARDS}
+            received = {name: R[name][k, i].item() for name in expected}
             assert received == pytest.approx(expected, rel=2e-3), group.texts[i]
-    given = {answer for group in groups for answer in group.answers} - {None, ""}
-    assert sorted(answer for _, answer in asked) == sorted(given) and len(given) > 4  # once each
 
 
 # --------------------------------------------------------------------------------------- Yes or No
 
 
 def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
-    """Over several questions, answers of different lengths and names of special tokens, behind a
-    chat template and without one. Each pair once, and what a question's answers share once."""
+    """In its words, over several questions, answers of different lengths and names of special
+    tokens, behind a chat template and without one. Each pair once, and what a question's answers
+    share once."""
     model = tiny_model(len(vocabulary(qwen_tokenizer).bytes), max_position_embeddings=1024)
     several = data.Problem("How many?", "14", others=("fourteen {question}",))
-    problems = [data.Problem("Who?", "Ann"), several]
+    problems = {data.Problem("Who?", "Ann"): '"Ann"', several: '"14" or "fourteen {question}"'}
     answers = ["Ann", "<|im_end|> Yes", "the one who came first", "Ann", "", "é"]
-    texts = [rf"\boxed{{{answer}}}" for answer in answers]
+    texts = [rf"\boxed{{{answer}}}" for answer in answers] + ["no box"]
     groups = [group_of(qwen_tokenizer, texts, "x") for _ in problems]
     groups = [dataclasses.replace(g, problem=p) for g, p in zip(groups, problems)]
     plain = copy.deepcopy(qwen_tokenizer)
@@ -289,7 +263,7 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
         assert torch.equal(R_by_name("asked", of_other), R)
         sizes = [list(call.kwargs["input_ids"].shape) for call in passes.call_args_list]
         assert [rows for rows, _ in sizes] == [1, 4, 1, 4]  # the shared part, four answers
-        assert R[:, 4].tolist() == [0, 0] and torch.equal(R[:, 0], R[:, 3])
+        assert not R[:, [4, 6]].any() and torch.equal(R[:, 0], R[:, 3])
         yes, no = decision_tokens(tokenizer)
         for problem, of_group in zip(problems, R):
             for answer, received in zip(answers, of_group.tolist()):
@@ -298,7 +272,9 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
                     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == (
                         1 if tokenizer.chat_template else 0
                     )
-                    assert ("fourteen {question}" in tokenizer.decode(ids)) == (problem == several)
+                    said = f"Question: {problem.question}\nReference answer: {problems[problem]}\n"
+                    said += f"Student's answer: {answer}\n\nIs the student's answer right?"
+                    assert said in tokenizer.decode(ids)
                     p = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
                     odds = p[yes].logsumexp(0) - p[no].logsumexp(0)
                     assert received == pytest.approx(odds.sigmoid().item(), abs=1e-4)
