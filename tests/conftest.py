@@ -1,7 +1,5 @@
 import io
 import os
-import re
-import runpy
 import shutil
 import signal
 import statistics
@@ -11,7 +9,6 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 
-import matplotlib
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,23 +189,6 @@ def stopped_run(tmp_path, finished_run):
 
 
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
-
-
-@pytest.fixture
-def redrawn(tmp_path, monkeypatch):
-    """redrawn(script, picture): run a script of benchmarks/ -> its names. The words of its picture,
-    which matplotlib writes as comments, have to be those of the one in docs/."""
-
-    def redraw(script, picture):
-        monkeypatch.setattr(sys, "argv", [script, str(tmp_path / picture)])
-        with matplotlib.rc_context():
-            names = runpy.run_path(str(ROOT / "benchmarks" / script))
-        files = tmp_path / picture, ROOT / "docs" / picture
-        shown, kept = (re.findall("<!-- .* -->", path.read_text()) for path in files)
-        assert shown == kept != []
-        return names
-
-    return redraw
 
 
 def steps_of(run):

@@ -178,12 +178,10 @@ def test_aim_over_all_samples_measures_boxing():
     aucs = judge.question_aucs(frame[frame.answered], NAMES)
     _, table = page.split("\n| `cer` minus |")
     aims = own_case.advantage_products(frame[frame.answered], NAMES)
+    of_aims = judge.interval(aims, lambda drawn: own_case.aim(drawn)[:1] - own_case.aim(drawn))
+    columns = numpy.array([*judge.interval(aucs[:, :1] - aucs), *of_aims])
     for k, label in (1, "$P$"), (2, "`exact`"), (3, "equal as text"), (4, "`overlap`"):
-        aim = judge.interval(
-            aims, lambda drawn, k=k: own_case.aim(drawn)[0] - own_case.aim(drawn)[k]
-        )
-        both = [*judge.interval(aucs[:, 0] - aucs[:, k]), *aim]
-        assert shown(table.split("\n\n")[0], label) == near(both, 0.00051)
+        assert shown(table.split("\n\n")[0], label) == near(columns[:, k], 0.00051)
     both = judge.interval(aucs[:, 5] - aucs[:, 4])
     assert [0.013, -0.005, 0.031] == near(both, 0.00051) and ".013 (-.005 to .031)" in page
 
