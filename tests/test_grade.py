@@ -305,12 +305,16 @@ def test_what_cannot_be_read_is_one_line(user):
         Path(name).mkdir()
         append_rows(Path(name) / "samples.jsonl", rows)
     write("c", {"Q3?": ["w"]})
+    Path("few.txt").write_text("{question} {answer}")
+    Path("odd.txt").write_bytes(b"\xff")
     for flags, says in [
         ("a c", "grade.py: no question is in all of these directories with the same references"),
         ("empty", "empty has no evaluation"),
         ("nowhere", "nowhere/samples.jsonl: no such file"),
         ("a --grades g.parquet", "--grades g.parquet: expected a file .jsonl"),
         ("a --grades b/c/g.jsonl", "in a directory that is there"),
+        ("a --by M --prompt few.txt", "few.txt needs {question}, {reference}"),
+        ("a --by M --prompt odd.txt", "cannot read the prompt odd.txt"),
         ("b", "b: its lines lack some of answers, question, references, right"),
     ]:
         code, out = user(flags)
@@ -321,13 +325,6 @@ def test_what_cannot_be_read_is_one_line(user):
     Path("a/grades.jsonl").unlink()
     append_rows(Path("a/grades.jsonl"), [grades[0] | {"right": True, "note": "ask Ann"}])
     assert user("a --table")[0] == 0
-    for prompt, says in (
-        (b"{question} {answer}", "needs {question}, {reference}"),
-        (b"\xff", "cannot"),
-    ):
-        Path("p.txt").write_bytes(prompt)
-        code, out = user("a --by M --prompt p.txt")
-        assert code == 2 and says in out and "p.txt" in out, out
 
 
 def test_a_byte_that_is_not_utf_8_is_asked_again(script, monkeypatch):
