@@ -189,7 +189,7 @@ def main():
     add("--seed", type=int, default=0, help="random seed of the choice of questions")
     add("--table", action="store_true", help="ask nothing, show what the grades say")
     args = parser.parse_args()
-    directories = [*dict.fromkeys(map(Path, args.directories))]
+    directories = [Path(each) for each in args.directories]
     prompt = args.prompt and read_prompt(args.prompt)
     lines = [line for directory in directories for line in read_lines(directory)]
     cases = draw(lines, args.questions, args.seed)
