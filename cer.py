@@ -141,9 +141,7 @@ def score(
     return Scores(answers, references, distinct, columns, log_W, log_references)
 
 
-def rewards(
-    model, tokenizer, prompt, completions, reference, M=None
-) -> tuple[torch.Tensor, Scores]:
+def rewards(model, tokenizer, prompt, completions, reference, M=None):
     """CER of the N samples of one question -> (R [N], Scores), for another trainer. The inputs are
     those of `score`. No gradient flows through R."""
     # Padding would be read as a part of the context, except after a completion.
