@@ -8,7 +8,7 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from engine.sampling import bytes_of, bytes_that_fit
+from engine.sampling import bytes_of, bytes_that_fit, free_on_gpu
 from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import InputError, require, say
 from runtime.files import checkpoints
@@ -31,8 +31,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
         return tokens, cpu_offload, f"memory: {tokens:,} tokens in a micro-batch"
     most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda"])
     least = most if microbatch_tokens else longest_row
-    torch.cuda.empty_cache()  # what the checks at load have used
-    free = 0.97 * min(all_gather([torch.cuda.mem_get_info()[0]]))
+    free = 0.97 * min(all_gather([free_on_gpu()]))
     for offload in [True] if cpu_offload else [False, True]:
         needed = functools.partial(memory_needed, actor, offload, dist.get_world_size())
         tokens = bisect.bisect(range(most + 1), free, key=needed) - 1  # the most that fit

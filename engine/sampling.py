@@ -83,7 +83,8 @@ def generate_pieces(model, rows, piece, stops, bar, **settings):
     """Sample with Hugging Face's generate() -> for each piece the rows that have grown, their new
     tokens and the entropies of these. The rows of a piece are the shortest unfinished ones, as many
     as fit in memory. They are read again. This costs one forward pass, but no KV cache is kept."""
-    piece, budget = piece or 512, bytes_that_fit(model)
+    piece = piece or 512
+    budget = bytes_that_fit(model)
     while unfinished := [row for row in rows if row.room > 0]:
         batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
         more = min(piece, max(row.room for row in batch))
@@ -160,7 +161,10 @@ def bytes_of(model):
 
 def bytes_that_fit(model):
     """95% of the GPU's free memory, or 4 GiB on a CPU."""
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
-        return 0.95 * torch.cuda.mem_get_info()[0]
-    return 4 << 30
+    return 0.95 * free_on_gpu() if model.device.type == "cuda" else 4 << 30
+
+
+def free_on_gpu():
+    """The bytes that are free, without those that torch keeps for later."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]

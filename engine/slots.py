@@ -23,7 +23,8 @@ def sample_pieces(model, rows, piece, stops, bar, **settings):
     others go on, as many as fit into memory. A row that has to wait is read again later. So only
     short rows wait, and the longest, for which all would wait in the end, never does.
     """
-    piece, draw = piece or 128, drawing(**settings)
+    piece = piece or 128
+    draw = drawing(**settings)
     sizes = [len(row.ids) + row.room for row in rows]
     slots = Slots(model, max(min(sum(sizes), tokens_that_fit(model, len(rows))), *sizes, 0))
     before = model.config._attn_implementation
@@ -70,7 +71,8 @@ def decode(slots, batch, steps, stops, draw, bar):
     model, device = slots.model, slots.model.device
     last = [(row.ids[-1], len(row.ids) - 1, len(row.ids) - 1 + row.room) for row in batch]
     token, length, limit = torch.tensor(last, device=device).T.contiguous()
-    stop, now = torch.tensor(list(stops), device=device), torch.zeros_like(token[:1])
+    stop = torch.tensor(list(stops), device=device)
+    now = torch.zeros_like(token[:1])
     tokens = token.new_zeros(steps, len(batch))
     entropies = torch.zeros(steps, len(batch), device=device)
     ended = torch.zeros_like(token, dtype=torch.bool)

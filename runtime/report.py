@@ -287,6 +287,7 @@ class RunLog:
         print(f"  model    {self.out}/checkpoints/step-{self.last_step}")
         print(f"  curves   python plot.py {self.out}")
         print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
-        if rows := self.rows("evaluations.jsonl"):
-            say_pass_at_1(read_lines(self.out), "the run's own verifier")
-        say_grade([row.get("verifier") for row in rows], self.out)
+        if self.args.eval_dataset:
+            lines = read_lines(self.out)
+            say_pass_at_1(lines, "the run's own verifier")
+            say_grade([line.get("verifier") for line in lines], self.out)

@@ -67,7 +67,11 @@ def test_a_runs_summary_by_hand(tmp_path, capsys):
         rows = [row | {"references": ["7"], "answers": ["7", "8"]} for row in rows]
         append_rows(tmp_path / "evaluations.jsonl", rows)
     log = object.__new__(report.RunLog)
-    log.args, log.out, log.last_step = SimpleNamespace(reward="cer", dataset="toy"), tmp_path, 4
+    log.args, log.out, log.last_step = (
+        SimpleNamespace(reward="cer", dataset="toy", eval_dataset="toy-test"),
+        tmp_path,
+        4,
+    )
     (tmp_path / "config.json").touch()
     log.summary()
     printed = " ".join(capsys.readouterr().out.split())
