@@ -50,7 +50,7 @@ figure.subplots_adjust(left=0.01, right=0.99, bottom=0.21, top=0.75, wspace=0.14
 model = ["A\n3·4+2", "B\n3·(4+2)", "C\n3+4+2"], prior, likelihood, answers, [hues] * 4
 question = "Is this answer verbatim?"
 draw(exact, "exact match", question, *model, torch.eye(4)[[0, 0, 0]], (0, 2))
-title = "→ averaged over the answers\nof each solution: VeriFree (P)"
+title = "→ averaged over the answers\nof each solution: VeriFree"
 question = "Does this solution lead to “14”?"
 draw(verifree, title, question, *model, P[:, None].expand(3, 4), (0, 2))
 behind = [a + "\n" for a in answers], prior @ likelihood, posterior, "ABC", [[h] * 4 for h in hues]
@@ -58,6 +58,6 @@ title = "→ averaged over the solutions\nbehind each answer: CER"
 question = "Do its solutions lead to “14”?"
 draw(cer, title, question, *behind, (posterior @ P)[:, None].expand(4, 3), (2, 0))
 figure.suptitle("“3 bags of 4 eggs and 2 more eggs. How many eggs?”   reference: 14", size=13)
-colours = "orange: reward, in numbers above each column   red frame: “18” after right work, a slip"
+colours = "orange, and the number above a column: reward   red: “18” after right work, a slip"
 figure.text(0.5, 0.905, colours, ha="center", size=11, color="#555555")
 figure.savefig(sys.argv[1], metadata={"Date": None})

@@ -186,20 +186,39 @@ def test_paraphrases_let_cer_order_solutions_that_verifree_does_not():
     assert (of @ rho_of(PRIOR, EGGS)).tolist() == approx([0.418, 0.140, 0.408], abs=0.0005)
 
 
+def advantage_of_a_slip(*others):
+    """Of (A, "18") in a group with these other samples, pairs (s, a)."""
+    s, a = torch.tensor([(0, 2), *others]).T
+    return leave_one_out(cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log()))[0].item()
+
+
 def test_a_slip_is_taught_while_most_solutions_are_wrong_and_hardly_moved_late():
-    """Its advantage in a group of K A, one of which slips to "18", and 8 - K C. Of K = 6 is the
-    lesson's section 6: about the mean of the others."""
-    pushes = {}
-    for K in 2, 6, 7, 8:
-        s, a = torch.tensor([0] * K + [2] * (8 - K)), [2] + [0] * (K - 1) + [3] * (8 - K)
-        pushes[K] = leave_one_out(cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log()))[0].item()
+    """In a group of K A, one of which slips to "18", and 8 - K C. Of K = 6 is the lesson's section
+    6: about the mean of the others."""
+    A, C = [(0, 0)], [(2, 3)]
+    pushes = {K: advantage_of_a_slip(*A * (K - 1), *C * (8 - K)) for K in (2, 6, 7, 8)}
     assert pushes[2] > 0.03 > 0.02 > max(abs(pushes[6]), abs(pushes[7])) and pushes[8] == 0
-    # The lesson's three groups of four.
-    told = []
-    for s, a in ([0, 0, 1, 2], [2, 0, 2, 3]), ([0, 2, 2, 2], [2, 3, 3, 3]), ([0] * 4, [2, 0, 0, 0]):
-        s = torch.tensor(s)
-        told.append(leave_one_out(cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log()))[0].item())
-    assert told == approx([-0.117, 0.094, 0], abs=0.0005)
+
+
+def test_a_slip_is_pushed_down_where_right_work_meets_a_b():
+    A, B, C = (0, 0), (1, 2), (2, 3)  # "14", "18" and "9"
+    found = [advantage_of_a_slip(*others) for others in ([A, B, C], [B, C, C], [C] * 3, [A] * 3)]
+    assert found == approx([-0.117, 0.018, 0.094, 0], abs=0.0005)  # the lesson's groups of four
+
+    groups = [*itertools.product(itertools.product(range(3), range(4)), repeat=3)]
+    pushes = torch.tensor([advantage_of_a_slip(*others) for others in groups]).double()
+    s, a = torch.tensor(groups).unbind(-1)
+    both = (s == 0).any(1) & (s == 1).any(1)
+    found = []
+    for prior in table(0.05, 0.5, 0.45), table(0.5, 0.3, 0.2), table(0.9, 0.05, 0.05):
+        weight = (prior[s] * EGGS[s, a]).prod(1)
+        share, pushed = weight[both].sum(), weight * pushes
+        rest = pushed[~both].sum() / (1 - share)
+        found += [pushed[both].sum() / share, share, rest, pushed.sum()]
+    early = -0.138, 0.109, -0.012, -0.026
+    example = -0.181, 0.540, 0.003, -0.097
+    late = -0.229, 0.142, 0.002, -0.031
+    assert found == approx([*early, *example, *late], abs=0.0005)
 
 
 def test_verifree_has_the_expected_gradient_of_exact_match_and_cer_another():
