@@ -8,8 +8,8 @@ Part 5 scores answers for any tokenizer, and can be left for later.
 
 The order to read in: README, docs/lesson.md, which says why the formulas are right, this file, then
 cer.py, rollout.py, rloo.py and train.py, which compute the same in batches (tests/test_one_file.py
-and test_cer.py compare them), and two_tables.py. Two exceptions: sampled answers with braces, such
-as \frac{1}{2}, are not found, and an empty box gets reward 0 even if the reference is empty too.
+and test_cer.py compare them), and two_tables.py. Unlike them this file does not find sampled
+answers with braces, such as \frac{1}{2}, and an empty box always gets reward 0.
 
 From the repository come the toy's questions with reference answers (toy.rows), its tiny Qwen3 after
 a short supervised start (toy_model.warm_start), and toy.same_number, which tells us, but not the
@@ -125,8 +125,8 @@ def main():
             completions = sample(model, tokenizer, prompt)
             R = naive_rewards(model, tokenizer, prompt, completions, question["answer"])
             A = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
-            # R and A are constants (see no_grad above). With the gradient of the mean reward added,
-            # the step would be (nearly, since R estimates rho) exact match's, by Theorem 2.
+            # R and A are constants (see no_grad above). With the gradient through R added, the step
+            # would be (nearly, since R estimates rho) exact match's, by Theorem 2.
             for ids, A_i in zip(completions, A):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients

@@ -186,27 +186,43 @@ def test_paraphrases_let_cer_order_solutions_that_verifree_does_not():
     assert (of @ rho_of(PRIOR, EGGS)).tolist() == approx([0.418, 0.140, 0.408], abs=0.0005)
 
 
-def advantage_of_a_slip(*others):
-    """Of (A, "18") in a group with these other samples, pairs (s, a)."""
+def test_right_answers_stand_out_more_after_each_average():
+    """By how many standard deviations over samples they receive more than wrong ones."""
+    joint, P = PRIOR[:, None] * EGGS, EGGS[:, :1]
+    right = table(1, 1, 0, 0).expand(3, 4)
+    found = []
+    for R in table(1, 0, 0, 0).expand(3, 4), P.expand(3, 4), rho_of(PRIOR, EGGS).expand(3, 4):
+        of_right, of_wrong = ((joint * R * k).sum() / (joint * k).sum() for k in (right, 1 - right))
+        SD = (joint * (R - (joint * R).sum()) ** 2).sum().sqrt()
+        found.append((of_right - of_wrong) / SD)
+    assert found == approx([1.2, 1.6, 2.0], abs=0.05)
+
+
+def slip_beside(*others):
+    """(A, "18") in a group with these other samples, pairs (s, a) -> its reward and advantage."""
     s, a = torch.tensor([(0, 2), *others]).T
-    return leave_one_out(cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log()))[0].item()
+    R = cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log())
+    return R[0].item(), leave_one_out(R)[0].item()
 
 
 def test_a_slip_is_taught_while_most_solutions_are_wrong_and_hardly_moved_late():
     """In a group of K A, one of which slips to "18", and 8 - K C. Of K = 6 is the lesson's section
     6: about the mean of the others."""
     A, C = [(0, 0)], [(2, 3)]
-    pushes = {K: advantage_of_a_slip(*A * (K - 1), *C * (8 - K)) for K in (2, 6, 7, 8)}
+    pushes = {K: slip_beside(*A * (K - 1), *C * (8 - K))[1] for K in (2, 6, 7, 8)}
     assert pushes[2] > 0.03 > 0.02 > max(abs(pushes[6]), abs(pushes[7])) and pushes[8] == 0
 
 
 def test_a_slip_is_pushed_down_where_right_work_meets_a_b():
     A, B, C = (0, 0), (1, 2), (2, 3)  # "14", "18" and "9"
-    found = [advantage_of_a_slip(*others) for others in ([A, B, C], [B, C, C], [C] * 3, [A] * 3)]
-    assert found == approx([-0.117, 0.018, 0.094, 0], abs=0.0005)  # the lesson's groups of four
+    found = [slip_beside(*others) for others in ([A, B, C], [B, C, C], [C] * 3, [A] * 3)]
+    told = table([0.095, -0.117], [0.071, 0.018], [0.132, 0.094], [0.5, 0])  # by the lesson
+    assert (torch.tensor(found) - told).abs().max() < 0.0005
+    others = [R - advantage for R, advantage in found]
+    assert others == approx([0.212, 0.052, 0.039, 0.5], abs=0.0005)
 
     groups = [*itertools.product(itertools.product(range(3), range(4)), repeat=3)]
-    pushes = torch.tensor([advantage_of_a_slip(*others) for others in groups]).double()
+    pushes = torch.tensor([slip_beside(*others)[1] for others in groups]).double()
     s, a = torch.tensor(groups).unbind(-1)
     both = (s == 0).any(1) & (s == 1).any(1)
     found = []
