@@ -64,7 +64,8 @@ def cut(tokenizer, ids):
 
 
 def log_probs(model, ids):
-    """One full forward pass -> [len(ids), V]. Row t is log pi of every token after ids[: t + 1]."""
+    """One full forward pass -> [len(ids), V]. Row t is log pi of what comes after ids[t], so the
+    row of a token is the one before it."""
     return model(torch.tensor([ids], device=model.device)).logits[0].log_softmax(-1)
 
 
@@ -124,10 +125,10 @@ def main():
             prompt = tokenizer.encode(question["question"] + "\n")  # as in the supervised start
             completions = sample(model, tokenizer, prompt)
             R = naive_rewards(model, tokenizer, prompt, completions, question["answer"])
-            A = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
-            # R and A are constants (see no_grad above). With the gradient through R added, the step
-            # would be (nearly, since R estimates rho) exact match's, by Theorem 2.
-            for ids, A_i in zip(completions, A):
+            advantage = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
+            # R is a constant (see no_grad above). With the gradient through R added, the step would
+            # be (nearly, since R estimates rho) exact match's, by Theorem 2.
+            for ids, A_i in zip(completions, advantage):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients
 
