@@ -186,21 +186,31 @@ def test_paraphrases_let_cer_order_solutions_that_verifree_does_not():
     assert (of @ rho_of(PRIOR, EGGS)).tolist() == approx([0.418, 0.140, 0.408], abs=0.0005)
 
 
-def test_right_answers_stand_out_more_after_each_average():
-    """By how many standard deviations over samples they receive more than wrong ones."""
-    joint, P = PRIOR[:, None] * EGGS, EGGS[:, :1]
-    right = table(1, 1, 0, 0).expand(3, 4)
+def test_cer_makes_the_progress_of_a_perfect_verifier_for_its_noise():
+    """On the eggs: the mean of one sample's gradient along that of the share of right answers, in
+    standard deviations of the gradient, and their cosine."""
+    joint, P = (PRIOR[:, None] * EGGS).flatten(), EGGS[:, :1]
+    right = table(1, 1, 0, 0)
+    score = torch.cat([torch.eye(3) - PRIOR] * 4).view(4, 3, 3).transpose(0, 1).flatten(0, 1)
+    of_answers = torch.zeros(3, 4, 3, 4, dtype=torch.float64)
+    for s in range(3):
+        of_answers[s, :, s] = torch.eye(4) - EGGS[s]
+    score = torch.cat([score, of_answers.view(12, 12)], 1)  # of each pair (s, a), by all logits
+    up = gradient(PRIOR, EGGS, right)
     found = []
-    for R in table(1, 0, 0, 0).expand(3, 4), P.expand(3, 4), rho_of(PRIOR, EGGS).expand(3, 4):
-        of_right, of_wrong = ((joint * R * k).sum() / (joint * k).sum() for k in (right, 1 - right))
-        SD = (joint * (R - (joint * R).sum()) ** 2).sum().sqrt()
-        found.append((of_right - of_wrong) / SD)
-    assert found == approx([1.2, 1.6, 2.0], abs=0.05)
+    for R in table(1, 0, 0, 0), P, rho_of(PRIOR, EGGS), right:
+        R = R.expand(3, 4).flatten()
+        steps = (R - joint @ R)[:, None] * score
+        mean = joint @ steps
+        assert (mean - gradient(PRIOR, EGGS, R.view(3, 4))).abs().max() < 1e-12
+        SD = (joint @ (steps - mean).pow(2).sum(1)).sqrt()
+        found += [mean @ up / up.norm() / SD, cosine_similarity(mean, up, dim=0)]
+    assert found == approx([0.38, 0.68, 0.73, 0.967, 0.57, 0.999, 0.57, 1], abs=0.005)
 
 
-def slip_beside(*others):
+def slip_beside(*others, answer=2):
     """(A, "18") in a group with these other samples, pairs (s, a) -> its reward and advantage."""
-    s, a = torch.tensor([(0, 2), *others]).T
+    s, a = torch.tensor([(0, answer), *others]).T
     R = cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log())
     return R[0].item(), leave_one_out(R)[0].item()
 
@@ -223,6 +233,10 @@ def test_a_slip_is_pushed_down_where_right_work_meets_a_b():
 
     groups = [*itertools.product(itertools.product(range(3), range(4)), repeat=3)]
     pushes = torch.tensor([slip_beside(*others)[1] for others in groups]).double()
+    for answer in 0, 1:  # a right one in its place
+        of_right = torch.tensor([slip_beside(*others, answer=answer)[1] for others in groups])
+        assert (of_right > pushes - 1e-12).all() and len(groups) == 1728
+    assert slip_beside(C, C, C, answer=0)[1] == approx(0.39, abs=0.0005)
     s, a = torch.tensor(groups).unbind(-1)
     both = (s == 0).any(1) & (s == 1).any(1)
     found = []
