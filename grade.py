@@ -207,10 +207,10 @@ def main():
         if by_a_model:
             model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
             by = f"{Path(args.by)} {mark_of(model[0], prompt)}"  # other weights, another grader
-        todo = {}
+        said, todo = grades.said[by], {}
         for case, own in cases.items():
             doubts = in_doubt(own).items()
-            if new := [answer for key, answer in doubts if (case, key) not in grades.said[by]]:
+            if new := [answer for key, answer in doubts if (case, key) not in said]:
                 todo[case] = new
         if by_a_model:
             by_model(todo, grades, by, model, prompt)
@@ -219,7 +219,8 @@ def main():
             by_person(todo, grades, by)
     if not cli.is_rank_0():
         return
-    columns = {name: grades.column(cases, name) for name in dict.fromkeys([by, *grades.said])}
+    names = sorted(grades.said, key=lambda name: name != args.name)  # yours first
+    columns = {name: grades.column(cases, name) for name in names}
     columns = {name: column for name, column in columns.items() if column}
     if not columns:
         return print(f"{grades.path} has no grades of these questions")

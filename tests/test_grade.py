@@ -212,11 +212,13 @@ def test_how_often_you_agree_with_a_model(user, model_says):
     code, out = user("a --by M --prompt p.txt")
     assert code == 0 and re.search("what is right by M [0-9a-f]{6}:", out) and "agree" not in out
     assert asked.call_args.args[2] == "{question} {reference} {answer}?"
-    code, out = user("a", right={"y"})
-    assert code == 0 and re.search(r"\nyou and M \w{6} agree on 1 of 3 answers\n", out)
     accepts = r"  M \w+ accepts {} of the {} that you calls {}\n".format
-    assert re.search(accepts(0, 1, "right") + accepts(1, 2, "wrong"), out), out
-    assert "  'x' for '7': you says wrong\n" in out and "  'y' for '7': you says right\n" in out
+    for flags in "a", "a --by M --prompt p.txt":  # whoever graded last
+        code, out = user(flags, right={"y"})
+        assert code == 0 and re.search(r"\nyou and M \w{6} agree on 1 of 3 answers\n", out)
+        assert re.search(accepts(0, 1, "right") + accepts(1, 2, "wrong"), out), out
+        assert "  'x' for '7': you says wrong\n" in out
+        assert "  'y' for '7': you says right\n" in out
 
 
 def test_a_grade_belongs_to_the_weights_and_the_prompt(user, model_says):
