@@ -148,7 +148,7 @@ def find_references(row, options):
     """The distinct references of a row, at least one. A list holds several people's answers, or
     several wordings, and those that cannot be used are left out."""
     if options and (letter := row.get("answer_letter")):
-        require(letter in by_letter(options), "`answer_letter` is not the letter of an option")
+        require(letter in [*by_letter(options)], "`answer_letter` is not the letter of an option")
         return [letter]
     answer = row.get("answer")
     if answer in (None, "", []):

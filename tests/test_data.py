@@ -144,6 +144,8 @@ def test_choices_are_options(load_rows, capsys):
     rows += [{"question": "q", "choices": o, "answer": a} for o, a in bad]
     assert load_rows(rows) == problems
     assert "index from 0 of one option (8 of 16: rows [9, 10, 11])" in capsys.readouterr().err
+    rows = [{"question": "q", "options": ["x"], "answer_letter": a} for a in ("A", "B", ["A"])]
+    assert load_rows(rows) == [Problem("q\nA: x", "A", "letter")]
 
 
 def test_a_context_comes_before_the_question(load_rows, capsys):
