@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's
 
 
 import cer  # noqa: E402
-from engine.load import load  # noqa: E402
+from engine.load import check_sampling, load  # noqa: E402
 from runtime import cli  # noqa: E402
 from tasks import toy_model  # noqa: E402
 from tasks.data import load_problems  # noqa: E402
@@ -90,9 +90,9 @@ def main():
         if ranks.is_main_process:
             toy_model.warm_start(args.model, args.seed)
         ranks.wait_for_everyone()
-    model, tokenizer = load(args.model, "cpu")  # in fp32; the trainer moves it to its device
-
-    beyond = list(range(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
+    # In fp32; the trainer moves it to its device.
+    model, tokenizer = load(args.model, "cpu", check_sampling, cer.check_scoring)
+    beyond = list(range(model.tokenizer_size, model.get_input_embeddings().weight.shape[0]))
     problems = load_problems(args.dataset)
     problems, _ = usable_prompts(model, tokenizer, problems, args.dataset, args.max_new_tokens)
     rows = [{"prompt": chat_messages(p), "reference": p.references} for p in problems]
