@@ -13,16 +13,11 @@ from dataclasses import dataclass
 
 NAMES = ["Ana", "Ben", "Eva", "Tom", "Mia", "Leo"]
 UNITS = ["apples", "books", "coins", "cards", "eggs", "pens"]
-ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen"
-).split()
+ONES = "zero one two three four five six seven eight nine".split()
+ONES += "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-FORMS = [  # {n}, {word}, {n} {unit}, {word} {unit}, it is {n}, ...
-    form.replace("#", number)
-    for form in ("#", "# {unit}", "it is #", "# in total")
-    for number in ("{n}", "{word}")
-]
+FORMS = ["{n}", "{word}", "{n} {unit}", "{word} {unit}"]
+FORMS += ["it is {n}", "it is {word}", "{n} in total", "{word} in total"]
 
 
 def in_words(n):
