@@ -201,10 +201,9 @@ def main():
         other = directory / "grades.jsonl"
         if other.exists() and other.resolve() != path.resolve():
             cli.say(f"{other} is not read: one file holds the grades of a call (--grades)")
-    by = args.name
-    by_a_model = args.by != "you"
+    by, model = args.name, None
     if not args.table:
-        if by_a_model:
+        if args.by != "you":
             model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
             by = f"{Path(args.by)} {mark_of(model[0], prompt)}"  # other weights, another grader
         said, todo = grades.said[by], {}
@@ -212,7 +211,7 @@ def main():
             doubts = in_doubt(own).items()
             if new := [answer for key, answer in doubts if (case, key) not in said]:
                 todo[case] = new
-        if by_a_model:
+        if model:
             by_model(todo, grades, by, model, prompt)
             dist.destroy_process_group()
         else:
@@ -220,8 +219,7 @@ def main():
     if not cli.is_rank_0():
         return
     names = sorted(grades.said, key=lambda name: name != args.name)  # yours first
-    columns = {name: grades.column(cases, name) for name in names}
-    columns = {name: column for name, column in columns.items() if column}
+    columns = {name: column for name in names if (column := grades.column(cases, name))}
     if not columns:
         return print(f"{grades.path} has no grades of these questions")
     for name, column in columns.items():
