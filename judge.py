@@ -129,7 +129,7 @@ def main():
     tokens = args.max_new_tokens or int(min(4096, positions(actor) / 2))
     problems, _ = usable_prompts(actor, tokenizer, problems, args.dataset, tokens)
     show_first(tokenizer, problems, args.dataset)
-    other = args.verifier_model and load(args.verifier_model, device, check_scoring)
+    other = args.verifier_model and load(args.verifier_model, device, check_scoring, **kind)
     if "asked" in names:
         try:
             check_asked(problems, other or (actor, tokenizer), tokens)

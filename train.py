@@ -51,9 +51,9 @@ def main():
     reward = REWARDS[args.reward]
     other = None  # another model that judges
     if "general-verifier" in reward.judges:
-        other = load(args.verifier_model or GENERAL_VERIFIER, device, sampler=args.sampler)
+        other = load(args.verifier_model or GENERAL_VERIFIER, device, **kind)
     elif "asked" in reward.judges and args.verifier_model:
-        other = load(args.verifier_model, device, check_scoring)
+        other = load(args.verifier_model, device, check_scoring, **kind)
     tokens, most = args.max_new_tokens, args.max_prompt_tokens
     problems, longest = usable_prompts(actor, tokenizer, problems, args.dataset, tokens, most)
     if held_out:

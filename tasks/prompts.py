@@ -98,7 +98,7 @@ def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=math.i
             longest = max(longest, row)
     counts = f"{controlled} of {len(problems)} questions or answers have a control token"
     if too_long:
-        row = f"with --max-new-tokens ({max_new_tokens}) and its reference {limit}"
+        row = f"with {max_new_tokens} new tokens and its reference {limit}"
         counts += f", and {too_long} are too long: a prompt may have {min(most, limit)}, {row}"
     require(kept, f"{name}: no question is left; {counts}")
     if len(kept) < len(problems):

@@ -111,7 +111,7 @@ def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_mo
     rows += [{"question": question * 30, "answer": "3"}]
     Path("q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = f"--model {toy_model_dir} --dataset q.jsonl"
-    says = "2 are too long: a prompt may have 128, with --max-new-tokens (60) and its"
+    says = "2 are too long: a prompt may have 128, with 60 new tokens and its"
     held_out = "--samples 2 --eval-dataset q.jsonl --steps 1 --questions 1"
     for module, more in (judge, "--samples 2"), (evaluate, "--runs 2"), (train, held_out):
         out = module.__name__
@@ -119,7 +119,7 @@ def test_a_row_that_does_not_fit_the_models_positions_is_left_out(script, toy_mo
         assert code == 0 and err.count(says) == 1 + (module is train), err
         assert len(read_rows(f"{out}/samples.jsonl")) == 1
     code, _, err = script(evaluate, f"{flags} --runs 1 --out e")
-    assert code == 0 and "with --max-new-tokens (64)" in err, err  # half of the positions
+    assert code == 0 and "with 64 new tokens" in err, err  # half of the positions
 
 
 def test_it_says_who_can_be_asked_and_that_it_can_be_pleased(script, toy_model_dir, long_model_dir):

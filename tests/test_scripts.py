@@ -285,7 +285,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
     (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* a prompt may have 1, with"),
-    (train, "--max-new-tokens 200", r"with --max-new-tokens .200. and its reference 128"),
+    (train, "--max-new-tokens 200", r"with 200 new tokens and its reference 128"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
     (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
