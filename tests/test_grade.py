@@ -68,7 +68,7 @@ def test_it_asks_only_what_is_in_doubt(user):
     """Two evaluations. Their answers are shuffled, and the numbers are those of pen and paper."""
     write("a", A | CLEAR)
     write("b", B | CLEAR)
-    code, out = user("a b", right={"Fourteen", "z"})
+    code, out = user("a b", right={"Fourteen", "x", "z"})
     assert code == 0 and out.startswith("2 questions have answers in doubt. Type"), out
     shown = re.findall(r"\d of 2:\n(.*)\nreference:\n  .*\n((?: +\d+  .*\n)+)", out)
     shown = {question: re.findall(r"\d  (.*)", lines) for question, lines in shown}
@@ -77,13 +77,13 @@ def test_it_asks_only_what_is_in_doubt(user):
     assert shown["Q2?"] != in_order["Q2?"]  # a has x and y, b has y and z
     assert "reference:\n  0 or 14\n" in out
     said = {row["answer"]: row["right"] for row in read_rows("a/grades.jsonl")}
-    assert said == {"Fourteen": True, "14 eggs": False, "x": False, "y": False, "z": True}
-    a, b = [1, 0.5, 0, *[1] * 7], [0.5, 0.5, 0.5, *[1] * 7]
+    assert said == {"Fourteen": True, "14 eggs": False, "x": True, "y": False, "z": True}
+    a, b = [1, 0.5, 0.5, *[1] * 7], [0.5, 0.5, 0.5, *[1] * 7]
     assert f"10 questions, what is right by you:\n  a: {by_hand(a)}\n  b: {by_hand(b)}" in out
     error = statistics.stdev([y - x for x, y in zip(a, b)]) / 10**0.5
-    assert f"change 0 ± {brief(error, 2)}\n" in out
+    assert f"change -.05 ± {brief(error, 2)}\n" in out
     assert f"by the run's own verifier:\n  a: {by_hand([0] * 10)}" in out
-    _, again = user("a b", right={"x"})  # nothing is asked again, nor by the table
+    _, again = user("a b", right={"y"})  # nothing is asked again, nor by the table
     _, table = user("b a --table --grades a/grades.jsonl")
     assert "reference:" not in again + table and again.split("\n\n")[1:] == out.split("\n\n")[-2:]
     assert f"  b: {by_hand(b)}\n  a: {by_hand(a)}" in table

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,27 +55,6 @@ def test_a_groups_numbers_by_hand(tokenizer):
         assert report.group_metrics(plain, R * scale, R)["tiny_reward_groups"] == share
     scored = dataclasses.replace(plain, scores="of the actor")
     assert report.group_metrics(scored, 0 * R, 0 * R)["tiny_reward_groups"] == 1  # underflow
-
-
-def test_a_runs_summary_by_hand(tmp_path, capsys):
-    """Change is by question."""
-    right = {0: [0, 0, 1, 0, 1, 1], 2: [1, 1, 1, 1, 0, 0], 4: [1, 0, 1, 1, 1, 1]}
-    for step, samples in right.items():
-        pairs = [samples[i : i + 2] for i in (0, 2, 4)]
-        rows = [{"step": step, "question": str(i), "right": x} for i, x in enumerate(pairs)]
-        rows = [row | {"references": ["7"], "answers": ["7", "8"]} for row in rows]
-        append_rows(tmp_path / "evaluations.jsonl", rows)
-    log = object.__new__(report.RunLog)
-    log.args, log.out, log.last_step = (
-        SimpleNamespace(reward="cer", dataset="toy", eval_dataset="toy-test"),
-        tmp_path,
-        4,
-    )
-    (tmp_path / "config.json").touch()
-    log.summary()
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "step 0: pass@1 .5 ± .29 " in printed and "step 2" not in printed
-    assert "step 4: pass@1 .833 ± .17, change .333 ± .17" in printed
 
 
 def test_a_log_has_a_line_a_step(finished_run):
