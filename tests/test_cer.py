@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import cer
 from cer import answer_logprobs, choose_solutions, exact_cer, read_answers, rewards
-from engine.load import load, reset_generation_config
+from engine.load import load
 from engine.tokens import vocabulary
 
 # ------------------------------------------------------------ the scorer and its specification
@@ -72,13 +72,6 @@ def test_scores_equal_naive_where_the_brace_changes_the_tokens_before_it():
     assert [tokenizer.encode(text)[-1] for text in ("(C)}", "(C)}}")] == [ids[")}"], ids["}}"]]
     fast, naive = scores_of(tiny_model(len(tokenizer)), tokenizer)
     assert (fast - naive).abs().max() < 1e-4
-    ids[")}"] += 3  # three ids are not used
-    backend.model = models.BPE(ids, merges)
-    gaps = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert vocabulary(gaps).bytes[-4:] == [b"", b"", b"", b")}"]
-    model = tiny_model(len(gaps) + 3, eos_token_id=ids[")}"])
-    reset_generation_config(model, gaps)
-    assert model.generation_config.eos_token_id == [ids[")}"]]
 
 
 def test_the_cut_into_passes_and_batches_changes_nothing(tokenizer, monkeypatch):
@@ -189,12 +182,6 @@ def test_theorem_2_the_expected_reward_is_that_of_exact_match(seed):
     assert (p_answer @ of_event - p_answer[2:].sum()).abs() < 1e-12
 
 
-def test_cer_equals_the_matrix_formula():
-    W, P = torch.rand(6, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
-    naive = torch.diag(1 / W.sum(1)) @ W @ P
-    assert torch.allclose(cer.cer(W.log(), P.log()), naive, atol=1e-15)
-
-
 def test_cer_of_masked_tiny_and_broken_numbers():
     """A row that is masked gets 0; proportions are kept far below the smallest float; nan shows."""
     rows = [[-torch.inf, -torch.inf], [-1.0, -torch.inf], [-2000.0, -2001.0], [torch.nan, 0.0]]
@@ -229,7 +216,7 @@ TEXTS = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "
 
 def test_the_prompt_of_a_question_is_read_once(tokenizer):
     """Counted in tokens that enter the model; and the scores are those of one_file.py. One context
-    is the beginning of another, one solution is empty, and prompts of two questions differ."""
+    is the beginning of another, and one solution is empty."""
     model, vocab = tiny_model(len(tokenizer)), vocabulary(tokenizer)
     read = []
     model.base_model.embed_tokens.register_forward_hook(
@@ -244,11 +231,6 @@ def test_the_prompt_of_a_question_is_read_once(tokenizer):
     assert sum(read) == shared + len(contexts) * (longest + spelled)
     slow = [[log_pi(model, tokenizer, c, answer) for c in contexts] for answer in ("14", "9")]
     assert (scores - torch.tensor(slow)).abs().max() < 1e-4
-    other = [vocab.encode("7 and then \\boxed"), *contexts]
-    slow = [[log_pi(model, tokenizer, c, answer) for c in other] for answer in ("14", "9")]
-    assert (
-        cer.answer_logprobs(model, tokenizer, other, ["14", "9"]) - torch.tensor(slow)
-    ).abs().max() < 1e-4
     read.clear()
     cer.answer_logprobs(model, tokenizer, contexts[1:2], ["14"])  # alone it is read in one pass
     assert read[0] == len(contexts[1])
@@ -263,18 +245,9 @@ def test_a_distinct_answer_is_scored_once(tokenizer, monkeypatch):
     assert torch.equal(matrices.log_P, matrices.log_W[1])  # a* is "7"
 
 
-def test_the_reward_of_several_references_is_the_sum_of_theirs(tokenizer):
-    """One that is there twice counts once. That P is their sum: test_rewards.py, random texts."""
-    references = ["7", "12 eggs", "seven"]
-    each = [rewards_of(tokenizer, TEXTS, reference)[0] for reference in references]
-    R, scores = rewards_of(tokenizer, TEXTS, [*references, "7", "12 eggs"])
-    assert torch.allclose(R, sum(each), atol=1e-6) and scores.references == references
-    assert torch.equal(R, rewards_of(tokenizer, TEXTS, tuple(references))[0])
-    assert torch.equal(rewards_of(tokenizer, TEXTS, ["7"])[0], each[0])
-
-
 def test_two_references_that_the_tokenizer_makes_one_count_once(tokenizer):
-    """As Qwen's tokenizer does with the two codes of é. Otherwise P could exceed 1."""
+    """As Qwen's tokenizer does with the two codes of é. Otherwise P could exceed 1. (That P of
+    several is their sum: test_rewards.py, random texts.)"""
     composing = copy.deepcopy(tokenizer)
     composing.backend_tokenizer.normalizer = normalizers.NFC()
     twice, _ = rewards_of(composing, TEXTS, ["caf\xe9", "cafe\u0301"])
