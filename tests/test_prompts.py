@@ -45,7 +45,7 @@ def test_control_tokens_are_left_out_and_counted(capsys):
     """In questions and references, also in one of several."""
     tokenizer = toy_model.build_tokenizer()
     tokenizer.add_tokens(["<think>", "   "])  # the model's marks; others add runs of spaces
-    good = Problem("How many?", "   14")
+    good = Problem("How <b>many</b>?", "   14")  # these are no tokens
     bad = [Problem("How<eos>?", "14"), Problem("How?", "<think>14")]
     bad.append(Problem("How many?", "   14", others=("14<eos>",)))
     model = tiny_model(len(tokenizer))
@@ -56,13 +56,6 @@ def test_control_tokens_are_left_out_and_counted(capsys):
     assert capsys.readouterr().err == f"mine: left out: {says}\n"
     with pytest.raises(InputError, match="mine: no question is left; 3 of 3 questions or"):
         usable_prompts(model, tokenizer, bad, "mine", 7)
-
-
-def test_qwens_control_tokens(qwen_tokenizer, capsys):
-    references = "4<|im_end|>", "<think>\n\n</think>\n\n5", "<b>6</b>"
-    problems = [Problem("q", r) for r in references]
-    problems, _ = usable_prompts(tiny_model(8), qwen_tokenizer, problems, "mine", 7)
-    assert [problem.reference for problem in problems] == ["<b>6</b>"]
 
 
 PIECE = "{{ messages[-1].content }}"

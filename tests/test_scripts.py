@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from conftest import LOGS, steps_of, summary_of, written_by
-from processes import finish, run_in, start_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
@@ -61,15 +60,6 @@ def test_a_step_of_training(script, monkeypatch, quick, long_model_dir, reward):
     assert len(rows) == 16
     for row, A_i in zip(rows, A.flatten()):
         assert min(abs(weight - A_i) for weight in row.weights) < 1e-6
-
-
-def test_the_policy_is_asked_on_two_ranks(tmp_path, quick, toy_model_dir, long_model_dir):
-    """Each by its own copy."""
-    flags = quick.replace(str(toy_model_dir), str(long_model_dir))
-    flags += " --reward asked --steps 1 --out run"
-    finish(start_ranks(2, run_in, tmp_path, train.main, flags))
-    [line] = steps_of(tmp_path / "run")
-    assert 0 <= line["reward"] < 1 and line["grad_norm"] is not None
 
 
 def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
