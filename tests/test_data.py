@@ -22,7 +22,6 @@ BOXES = {
     r"\boxed{\left\{ x \right.}": r"\left\{ x \right.",  # escaped braces are symbols
     "\\boxed{a \\\n}": "a \\\n",
     r"\boxed{a \\}": r"a \\",  # an escaped backslash does not escape the brace
-    "\\boxed{ 14 }": " 14 ",  # never stripped
     r"\boxed{}": "",
     **dict.fromkeys([r"\boxed{a\}", r"boxed{5}", r"\boxed 5", "\\"]),  # None: no closed box
 }
@@ -74,11 +73,9 @@ def references(load_rows, answers):
 
 NUMBERS = {
     "0.00001": 1e-05,
-    "10000000000000000": 1e16,
     "100000000000000000000000": 1e23,  # the integer is 99999999999999991611392
     "0": -0.0,
     "1234567": 1234567,
-    "0.5": 0.5,
     "-3": -3.0,
 }
 
@@ -109,7 +106,6 @@ def test_numbers_of_parquet_are_as_printed(tmp_path):
 
 
 GSM8K = {  # the working before the mark is left out
-    "work\n#### 12": "12",
     "#### 12": "12",
     "work\n####12": "12",
     "work #### 12": "12",

@@ -312,7 +312,6 @@ def test_what_cannot_be_read_is_one_line(user):
     for flags, says in [
         ("a c", "grade.py: no question is in all of these directories with the same references"),
         ("empty", "empty has no evaluation"),
-        ("nowhere", "nowhere/samples.jsonl: no such file"),
         ("a --grades g.parquet", "--grades g.parquet: expected a file .jsonl"),
         ("a --grades b/c/g.jsonl", "in a directory that is there"),
         ("a --by M --prompt few.txt", "few.txt needs {question}, {reference}"),

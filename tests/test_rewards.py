@@ -32,14 +32,7 @@ from tasks import data, general_verifier, toy
 from tasks.verifiers import VERIFIERS, verify, words
 
 A = [" A ", "A.", "(A)", "(A).", r"\text{A}", r"\textbf{(A)}", "$A$", "**A**", "A: iron", "A) iron"]
-A += [
-    "A. iron",
-    "(A) iron",
-    r"\text{A}: \text{iron}",
-    "A: P(B)",
-    "A: both B and C",
-    "A. John F. Kemp",
-]
+A += ["(A) iron", r"\text{A}: \text{iron}", "A: P(B)", "A: both B and C", "A. John F. Kemp"]
 NOT_A = ["Apple", "AB", "A or B", "A, B", "A iron", "A: iron or B: neon", "A) iron, B) neon", "B"]
 NOT_A += ["a", "A.5", "A: iron\nB: neon", "B: A"]
 MATHEMATICS = [  # equal
@@ -164,11 +157,7 @@ def token_f1(answer, reference):
     return 2 * precision * recall / (precision + recall)
 
 
-SAME = [("“Paris”", "Paris"), ("it’s", "it's"), ("1914–1918", "1914-1918"), ("Jose\u0301", "José")]
-SAME += [(text, text) for text in ("A", "The", "$", "+", "...")] + [
-    ("１２", "12"),
-    ("北京。", "北京"),
-]
+SAME = [("１２", "12"), *((text, text) for text in ("A", "The", "$", "+", "..."))]
 PARTLY = {("The railway  bridge.", "railway bridge"): 1, ("a bridge", "railway bridge"): 2 / 3}
 PARTLY |= {("bridge bridge", "railway bridge"): 0.5, ("rail", "railway bridge"): 0}
 PARTLY |= {("a railway bridge over two canals", "railway bridge"): 4 / 7}
@@ -324,7 +313,6 @@ DECISIONS = {
     "**Final Decision**: `Yes`": True,
     r"Final Decision: \boxed{No}": False,
     "Final Decision：Yes": True,
-    "The student wrote 'Final Decision: Yes'. Final Decision: No": False,
     "Final Decision: Yes/No": None,
     "**Final decision:** Yes": True,
     "Final Decision: Yes. No, wait. Final Decision: No": False,

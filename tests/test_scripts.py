@@ -139,7 +139,6 @@ ALL = "(?s).+"
 BROKEN = [  # file, what of it is replaced, by what, and what the last line says
     ("config.json", ALL, "{}", "run/config.json: expected an object with flags"),
     ("config.json", '"cer"', '"mine"', "no reward 'mine', only cer, exact"),
-    ("metrics.jsonl", ALL, '{"step": 0\n{"step": 1}\n', r"lacks the steps \[2\]"),
     ("checkpoints/step-2/training/*", ALL, "half", "training: .*; restore its .*or remove"),
 ]
 FIRST_LINES = r"\A(.*\n){3}"
@@ -261,7 +260,6 @@ FILES = {
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
     "surrogate.jsonl": '{"question": "Q?", "solution": "\\ud800 \\\\boxed{7}"}',
     "adapter/adapter_config.json": '{"peft_type": "LORA"}',
-    "control.jsonl": '{"question": "How many<eos>?", "answer": "7"}',
 }
 FLAGS_OF = {
     train: "--model {model} --dataset good.jsonl --verifier text --samples 4 --max-new-tokens 64",
@@ -275,22 +273,12 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
     (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* a prompt may have 1, with"),
-    (train, "--max-new-tokens 200", r"with 200 new tokens and its reference 128"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
     (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
     (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
-    (
-        train,
-        "--resume --out {run} --eval-runs 3 --eval-dataset good.jsonl",
-        r"cannot go on, since .*eval_runs was 2 and",
-    ),
+    (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
-    (
-        train,
-        "--dataset control.jsonl",
-        r"no question is left; 1 of 1 questions or answers have",
-    ),
     (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
