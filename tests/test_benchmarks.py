@@ -18,7 +18,7 @@ import pandas
 import pytest
 import rare_reference
 import torch
-from conftest import SHARED, tiny_model
+from conftest import ROOT, SHARED, tiny_model
 
 import judge
 import train
@@ -66,7 +66,6 @@ def test_the_csv_of_the_own_case_is_what_judge_wrote(script, toy_model_dir, caps
     assert "1 questions, 16 samples" in capsys.readouterr().out
 
 
-ROOT = Path(own_case.__file__).parents[1]
 PAGE = (ROOT / "docs/measurements.md").read_text()
 PEOPLE = PAGE.split("\n## Does it tell right from wrong ")[2]
 MATHEMATICS = (ROOT / "benchmarks/results/judge-real.md").read_text()
@@ -93,9 +92,9 @@ def names_of(page, begins="import pandas\n", **names):
 
 
 def shown(page, label):
-    """The decimals and whole numbers of the row of a table that begins with label."""
-    [row] = [line for line in page.splitlines() if line.startswith(f"| {label} |")]
-    return [float(x) for x in re.findall(r"(?<![\w.])-?\d*\.?\d+", row.removeprefix(f"| {label}"))]
+    """The decimals and whole numbers of the row of a table whose first cell begins with label."""
+    [row] = re.findall(rf"^\| {re.escape(label)}[^|]*(\|.*)", page, re.M)
+    return [float(x) for x in re.findall(r"(?<![\w.])-?\d*\.?\d+", row)]
 
 
 def near(found, within=0.0051):
@@ -134,16 +133,10 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
 
 
 def test_aim_is_the_cosine_of_all_advantages():
-    """The truth has 1, however scaled; its opposite -1. A reward that is tiny in three groups of
-    four has the square root of a quarter."""
-    truth = pandas.Series([1.0, 0, 0, 0] * 4, [k for k in range(4) for _ in range(4)])
-    size = pandas.Series([1.0] * 4 + [1e-5] * 12, truth.index)
-    frame = {"scaled": truth / 9, "opposite": 1 - truth, "uneven": truth * size, "none": 0 * truth}
-    frame = pandas.DataFrame(frame | {"right": truth == 1})
-    aims = own_case.aim(own_case.advantage_products(frame, [*frame.columns[:4]]))
-    assert aims == pytest.approx([1, -1, 0.5, numpy.nan], abs=1e-4, nan_ok=True)
-    # By its definition, on the people's questions; a question with one answer has no others.
+    """On the people's questions, with a reward that is CER's opposite; a question with one answer
+    has no others."""
     frame = own_case.with_rewards(own_case_samples("squad"), "all")
+    frame["cer"] *= -1
     for kept in frame, frame[frame.answered]:
         A = []
         T = []
@@ -270,7 +263,7 @@ def test_a_comparison(script, tmp_path, monkeypatch, finished_run):
     assert "Seeds [0], commit" in compare_rewards.report(pandas.DataFrame([line]))
 
 
-ASKED = Path(__file__).parents[1] / "benchmarks/results/asked.csv"
+ASKED = ROOT / "benchmarks/results/asked.csv"
 
 
 def test_the_mean_of_token_probabilities_is_that_of_plain_passes(tokenizer):
@@ -315,8 +308,7 @@ def test_what_asking_found_is_in_its_csv():
         found = []
         for _, table in tables.values():
             found += table.loc[name, ["AUC", "low", "high"]].tolist()
-        row = re.search(rf"^\| {re.escape(label)}[^|]*\|(.*)\|$", page, re.M)[1]
-        assert [float(x) for x in re.findall(r"\d*\.\d+", row)] == near(found)
+        assert shown(page, label) == near(found), label
     assert [questions for questions, _ in tables.values()] == [35, 25]
     others = tables["not equal as text"][1]
     for name, said in ("cer", ".230 (.113 to\n.363)"), ("overlap", ".050 (-.070 to .183)"):
@@ -331,16 +323,14 @@ def test_what_asking_found_is_in_its_csv():
     said = nothing.groupby("asked").mean().loc[["asked-1.5B", "asked-1.5B-written"]]
     kinds = [kind for kind in said.columns[1:] if kind not in (":", "an injected instruction")]
     for kind in kinds:
-        row = re.search(rf'^\| "?{kind}[^|]*\|(.*)\|$', page, re.M)[1]
-        assert [float(x) for x in re.findall(r"\d*\.\d+", row)] == near(said[kind].tolist()), kind
+        assert shown(page.replace('| "', "| "), kind) == near(said[kind].tolist()), kind
     means = samples[samples.answered].groupby(["right", "text"])[[*said.index]].mean()
     by_judge = {
         "right answers: equal": [*means.loc[[(True, 1), (True, 0)]].to_numpy().T.flat],
         "wrong answers": means.loc[False, 0].tolist(),
     }
     for label, expected in by_judge.items():
-        row = re.search(rf"^\| {label}[^|]*\|(.*)\|$", page, re.M)[1]
-        assert [float(x) for x in re.findall(r"\d*\.\d+", row)] == near(expected)
+        assert shown(page, label) == near(expected), label
     of = nothing[nothing.asked == "asked-1.5B"]
     above = (of["the question, repeated"] > of["the reference"]).sum()
     assert f"In {above} of {len(of)} questions" in page
@@ -580,11 +570,10 @@ def test_the_page_of_the_rare_reference_is_that_of_its_csv():
     seeds = samples.pivot_table("read", "run", "seed")
     found = ", ".join(f"{x:.3f}"[1:] for x in (seeds.loc["cer"] - seeds.loc["exact"])[:2])
     assert f"by {found} and" in page
-    told = (ROOT / "docs/measurements.md").read_text()
     for name, run in zip(
         ("exact match", "CER", "overlap", "VeriFree"), ("exact", "cer", "overlap", "verifree")
     ):
         means = samples[samples.run == run][["read", "text"]].mean()
         after = " | ".join(f"{x:.3f}"[1:] for x in means)
-        assert f"| {name} | .098 | {after} |" in told
+        assert f"| {name} | .098 | {after} |" in PAGE
     assert round(samples[samples.run == "before"]["read"].mean(), 3) == 0.098

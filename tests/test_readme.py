@@ -4,12 +4,11 @@ blocks."""
 import math
 import re
 import sys
-from pathlib import Path
 
 import pandas
 import pytest
 import torch
-from conftest import group_of, tiny_model
+from conftest import ROOT, group_of, tiny_model
 from test_theory import EGGS, PRIOR
 
 from cer import cer, exact_cer
@@ -18,7 +17,6 @@ from rloo import leave_one_out
 from tasks import verifiers
 from tasks.data import Problem
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 COMMAND = re.compile(r"^(?:python|torchrun)\b[^\n]*?([\w/]+)\.py([^\n]*)$", re.MULTILINE)
 
