@@ -131,7 +131,6 @@ def test_it_says_who_can_be_asked_and_that_it_can_be_pleased(script, toy_model_d
     flags += f" --model {toy_model_dir} --verifier-model {long_model_dir}"
     code, out, err = script(judge, f"{flags} --out b")
     assert code == 0 and "\nasked " in out and "\nasked can be gamed: read samples" in out, err
-    assert "the model would begin with" in err
 
 
 def test_the_table_is_written_before_it_is_printed(script, toy_model_dir, monkeypatch):

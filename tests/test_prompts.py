@@ -19,14 +19,13 @@ from tasks.prompts import encode_prompt, show_first, usable_prompts
 
 @pytest.mark.parametrize("script_of", [train, judge, evaluate])
 def test_a_script_shows_first_what_the_model_is_asked(script, toy_model_dir, script_of):
-    rows = '{"passage": "Ana came.", "question": "Who?", "answer": ["Ana", "she"], "level": 1}\n'
+    rows = '{"passage": "Ana came.", "question": "Who?", "answer": ["Ana", "she"]}\n'
     Path("mine.jsonl").write_text(rows * 4)
     flags = f"--model {toy_model_dir} --dataset mine.jsonl --max-new-tokens 4"
     if script_of is train:
         flags += " --samples 2 --questions 4 --steps 1 --eval-dataset toy-test --eval-limit 1"
     code, _, err = script(script_of, flags)
     assert code == 0, err
-    assert "mine.jsonl: these columns are not used: level\n" in err
     asked = "  | Ana came.\n  | \n  | Who?\n  its reference: Ana or she; its verifier: text\n"
     said = f"mine.jsonl: the first prompt, as the model sees it:\n{asked}"
     assert err.count(said) == 1

@@ -208,8 +208,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     Path("model").symlink_to(toy_model_dir)
     held_out = re.search("--eval-dataset (.*?) ", quick)[1]
-    rows = ['{"question": "Q?", "answer": "1"}\n', '{"question": "<eos>", "answer": "1"}\n']
-    Path("mine.jsonl").write_text("".join(rows))
+    Path("mine.jsonl").write_text('{"question": "Q?", "answer": "1"}\n')
     flags = "--model=~/model --limit 3 --runs 4 --max-new-tokens 21 --verifier math"
     flags += f" --temperature 0.3 --top-p 0.9 --top-k 9 --dataset={held_out},~/mine.jsonl"
     monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
@@ -217,7 +216,6 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     for seed in 0, 1:
         code, out, err = script(evaluate, f"{flags} --seed {seed} --out=~/{seed}")
         assert code == 0 and "average pass@1: " in out, err
-        assert "mine.jsonl: left out: 1 of 2 questions or answers have a control token" in err
         texts.append([row["texts"] for row in read_rows(f"{seed}/samples.jsonl")])
     assert texts[0] != texts[1]
     settings = dict(temperature=0.3, top_p=0.9, top_k=9)
