@@ -61,11 +61,8 @@ def test_too_few_questions_give_no_interval(capsys):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, ranks):
     flags = f"--model {toy_model_dir} {FLAGS} --limit 11 --samples 6 --rewards exact,cer,verifree"
-    if ranks == 1:
-        code, out, err = script(judge, flags)
-        assert code == 0 and "11 questions, 66 samples: answered" in out, err
-    else:
-        finish(start_ranks(2, run_in, tmp_path, judge.main, flags))
+    finish(start_ranks(ranks, run_in, tmp_path, judge.main, flags))
+    assert "11 questions, 66 samples: answered" in Path("log-0").read_text()
     rows, table = read_rows("j/samples.jsonl"), json.loads((tmp_path / "j/judge.json").read_text())
     questions = [problem.question for problem in judge.load_problems("toy-test", 11)]
     assert [row["question"] for row in rows] == questions
@@ -81,23 +78,19 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
     assert all(row["R"] == row["rewards"]["cer"] for row in rows)
 
 
-def test_the_actor_is_asked_once_about_a_group(script, toy_model_dir, monkeypatch):
-    """Whatever rewards need it."""
+def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatch):
+    """After every AT_ONCE questions; a directory that is not empty is refused. The actor is asked
+    once about a group, whatever rewards need it."""
+    flags = f"--model {toy_model_dir} {FLAGS} --limit 5 --samples 4"
+    flags += " --rewards cer,verifree,exact,rule+cer,overlap+cer"
+    monkeypatch.setattr(judge, "AT_ONCE", 2)
     score = mock.Mock(side_effect=cer.answer_logprobs)
     monkeypatch.setattr(cer, "answer_logprobs", score)
-    flags = f"--model {toy_model_dir} {FLAGS} --limit 3 --samples 6"
-    code, _, err = script(judge, f"{flags} --rewards cer,verifree,exact,rule+cer,overlap+cer")
-    assert code == 0 and score.call_count == 3, err
-
-
-def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatch):
-    """After every AT_ONCE questions; a directory that is not empty is refused."""
-    flags = f"--model {toy_model_dir} {FLAGS} --limit 5 --samples 4 --rewards exact"
-    monkeypatch.setattr(judge, "AT_ONCE", 2)
     written = mock.Mock(side_effect=judge.append_rows)
     monkeypatch.setattr(judge, "append_rows", written)
     code, _, err = script(judge, flags)
     assert code == 0 and [len(call.args[1]) for call in written.call_args_list] == [2, 2, 1], err
+    assert score.call_count == 5
     assert [row["index"] for row in read_rows("j/samples.jsonl")] == [*range(5)]
     code, _, err = script(judge, flags)
     assert code == 2 and "--out j is not empty" in err
