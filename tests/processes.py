@@ -59,6 +59,18 @@ def run_in(directory, main, arguments=""):
     cli.run_script(main)
 
 
+def train_and_print_rows():
+    """train.main(), with a line for each update on how many rows this rank was given."""
+    import train
+
+    def print_rows(policy, optimizer, rows, *more):
+        print(len(rows), "rows")
+        return update(policy, optimizer, rows, *more)
+
+    train.update = print_rows
+    return train.main()
+
+
 def two_updates(model_dir, rows, budget, lr, path):
     """Two optimizer steps; rank 0 saves what they did."""
     device = ranks.init_ranks()

@@ -182,6 +182,12 @@ def test_theorem_2_the_expected_reward_is_that_of_exact_match(seed):
     assert (p_answer @ of_event - p_answer[2:].sum()).abs() < 1e-12
 
 
+def test_cer_equals_the_matrix_formula():
+    W, P = torch.rand(6, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    naive = torch.diag(1 / W.sum(1)) @ W @ P
+    assert torch.allclose(cer.cer(W.log(), P.log()), naive, atol=1e-15)
+
+
 def test_cer_of_masked_tiny_and_broken_numbers():
     """A row that is masked gets 0; proportions are kept far below the smallest float; nan shows."""
     rows = [[-torch.inf, -torch.inf], [-1.0, -torch.inf], [-2000.0, -2001.0], [torch.nan, 0.0]]

@@ -23,7 +23,7 @@ from conftest import (
     tiny_model,
     written_by,
 )
-from processes import finish, run_in, start, start_ranks, two_updates
+from processes import finish, run_in, start, start_ranks, train_and_print_rows, two_updates
 from transformers import AutoModelForCausalLM
 
 import train
@@ -58,7 +58,10 @@ def test_two_ranks_take_the_step_of_one(tmp_path, device, family, tied):
 def test_a_checkpoint_moves_between_one_rank_and_two(script, tmp_path, stopped_run):
     """One rank takes two steps, two ranks go on to the fourth, and one rank to the fifth, unless
     the file of one of the two is gone."""
-    finish(start_ranks(2, run_in, tmp_path, train.main, "--out run --resume"))
+    finish(start_ranks(2, run_in, tmp_path, train_and_print_rows, "--out run --resume"))
+    for rank in 0, 1:  # each is given all rows of a step
+        printed = (tmp_path / f"log-{rank}").read_text()
+        assert re.findall(r"\d+ rows", printed) == ["16 rows", "16 rows"], printed
     saved = [*stopped_run.glob("checkpoints/step-4/training/*.safetensors")]
     assert {path.name[:6] for path in saved} == {"rank-0", "rank-1"}
     saved[0].rename("away")
