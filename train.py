@@ -168,40 +168,39 @@ MAY_CHANGE += "eval_every save_every keep".split()
 def make_parser():
     """The flags, with the paper's values as defaults."""
     parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
-    count = cli.number(int, 1)
-    add = parser.add_argument_group("model, data and reward").add_argument
+    add, count = parser.add_argument, cli.number(int, 1)
+    # The model, the data and the reward.
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
     add("--dataset", help=f"{NAMES}, or a file (default: toy, or math7.5k with --model)")
     add("--reward", default="cer", choices=REWARDS, help="(asked: by the policy, which changes)")
     add_flags(add)
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--verifier-model", help=f"of asked, and of general-verifier ({GENERAL_VERIFIER})")
-    add = parser.add_argument_group("the batch").add_argument
+    # The batch.
     add("--questions", type=count, default=32, help="B, questions per step, over all ranks")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
     add("--m", type=count, help="M, solutions that CER averages over (default: N)")
     add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
-    group = parser.add_argument_group("optimization")
-    add = group.add_argument
+    # Optimization.
     add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="learning rate of Adam")
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
-    length = group.add_mutually_exclusive_group().add_argument
+    length = parser.add_mutually_exclusive_group().add_argument
     length("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
     length("--steps", type=count, help="optimizer steps, instead of --epochs")
     add("--microbatch-tokens", type=count, help="(default: as many as fit)")
     add("--cpu-offload", action="store_true", help="policy and Adam in CPU memory; auto if needed")
     add("--seed", type=int, default=0, help="random seed of data order and samples")
-    about = "evaluation (also before the first step and at the end)"
-    add = parser.add_argument_group(about).add_argument
+    # Evaluation.
     add("--eval-dataset", help="a name or a file, as for --dataset (default: no evaluation)")
-    add("--eval-every", type=count, default=50, help="steps between evaluations")
+    when = "steps between evaluations, of which one is before the first step and one at the end"
+    add("--eval-every", type=count, default=50, help=when)
     add("--eval-limit", type=count, help="evaluate only the first K questions")
     add("--eval-runs", type=count, default=1, help="evaluation samples per question")
     add("--eval-temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
     add("--eval-top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--eval-top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
-    add = parser.add_argument_group("files").add_argument
+    # Files.
     add("--out", help="new directory for the run (default: runs/TIME-DATASET-REWARD-PID)")
     add("--save-every", type=count, default=100, help="steps between checkpoints")
     add("--keep", type=count, default=3, help="checkpoints to keep; older ones are deleted")
