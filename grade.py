@@ -22,19 +22,17 @@ import random
 import textwrap
 from pathlib import Path
 
-import torch.distributed as dist
-
 from engine.checkpoints import mark_of
 from engine.load import add_flags, load
 from judge import say_judgement
 from runtime.files import append_rows, read_rows
-from runtime.ranks import all_gather, init_ranks
+from runtime.ranks import init_ranks
 from runtime.report import case_of, read_lines, say_pass_at_1
 from tasks.data import Problem
 from tasks.general_verifier import ask, read_prompt
 from tasks.verifiers import plain_text
 
-AT_ONCE = 64  # answers about which a model is asked together, on each rank
+AT_ONCE = 64  # answers about which a model is asked together
 KEYS = "the numbers of the right ones, Enter for none, ? to leave the question out, q to stop"
 WORD = {True: "right", False: "wrong"}
 
@@ -147,16 +145,15 @@ def wrapped(text, indent=0):
 
 def by_model(todo, grades, by, model, prompt):
     """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     asked = [(case, answer) for case, answers in todo.items() for answer in answers]
-    for start in cli.progress("grade", range(0, len(asked), AT_ONCE * world), unit="batch"):
-        mine = asked[start : start + AT_ONCE * world][rank::world]
+    for start in cli.progress("grade", range(0, len(asked), AT_ONCE), unit="batch"):
+        some = asked[start : start + AT_ONCE]
         pairs = [
             (Problem(question, references[0], others=tuple(references[1:])), answer)
-            for (question, references), answer in mine
+            for (question, references), answer in some
         ]
         verdicts, replies = ask(pairs, model, prompt)
-        for (case, answer), right, reply in all_gather([*zip(mine, verdicts, replies)]):
+        for (case, answer), right, reply in zip(some, verdicts, replies):
             grades.save(case, answer, right, by, reply=reply)
 
 
@@ -213,11 +210,8 @@ def main():
                 todo[case] = new
         if model:
             by_model(todo, grades, by, model, prompt)
-            dist.destroy_process_group()
         else:
             by_person(todo, grades, by)
-    if not cli.is_rank_0():
-        return
     names = sorted(grades.said, key=lambda name: name != args.name)  # yours first
     columns = {name: column for name in names if (column := grades.column(cases, name))}
     if not columns:
