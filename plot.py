@@ -46,9 +46,7 @@ def draw_group(group, out):
     their solutions. Both are sorted by reward. P is drawn above. Its dot product with a row of
     D^-1 W is that row's CER. R differs from it for an empty box, and where the reward is another.
     """
-    require(
-        "log_W" in group, "this group has no W and P (judge.py and train.py --reward cer keep them)"
-    )
+    require("log_W" in group, "this group has no W and P (judge.py and --reward cer keep them)")
     require(group["columns"], "no sample of this group has an answer, so there is nothing to draw")
     R, answers, distinct = group["R"], group["answers"], group["distinct_answers"]
 
