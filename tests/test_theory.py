@@ -23,6 +23,7 @@ def table(*rows):
 # The lesson's eggs: pi(s|q), and pi(a|s,q) of "14", "14 eggs", "18" and "9".
 PRIOR = table(0.5, 0.3, 0.2)
 EGGS = table([0.50, 0.40, 0.05, 0.05], [0.05, 0.09, 0.81, 0.05], [0.03, 0.01, 0.06, 0.90])
+SHIFTED = table(0.05, 0.5, 0.45), PRIOR, table(0.9, 0.05, 0.05)  # early, and late in training
 
 
 def assert_medians(rows, expected, within):
@@ -189,30 +190,48 @@ def test_paraphrases_let_cer_order_solutions_that_verifree_does_not():
 def test_cer_makes_the_progress_of_a_perfect_verifier_for_its_noise():
     """On the eggs: the mean of one sample's gradient along that of the share of right answers, in
     standard deviations of the gradient, and their cosine."""
-    joint, P = (PRIOR[:, None] * EGGS).flatten(), EGGS[:, :1]
-    right = table(1, 1, 0, 0)
+    joint, right = (PRIOR[:, None] * EGGS).flatten(), table(1, 1, 0, 0)
     score = torch.cat([torch.eye(3) - PRIOR] * 4).view(4, 3, 3).transpose(0, 1).flatten(0, 1)
     of_answers = torch.zeros(3, 4, 3, 4, dtype=torch.float64)
     for s in range(3):
         of_answers[s, :, s] = torch.eye(4) - EGGS[s]
     score = torch.cat([score, of_answers.view(12, 12)], 1)  # of each pair (s, a), by all logits
     up = gradient(PRIOR, EGGS, right)
-    found = []
-    for R in table(1, 0, 0, 0), P, rho_of(PRIOR, EGGS), right:
-        R = R.expand(3, 4).flatten()
-        steps = (R - joint @ R)[:, None] * score
-        mean = joint @ steps
-        assert (mean - gradient(PRIOR, EGGS, R.view(3, 4))).abs().max() < 1e-12
-        SD = (joint @ (steps - mean).pow(2).sum(1)).sqrt()
-        found += [mean @ up / up.norm() / SD, cosine_similarity(mean, up, dim=0)]
-    assert found == approx([0.38, 0.68, 0.73, 0.967, 0.57, 0.999, 0.57, 1], abs=0.005)
+    exact, rho = torch.eye(4, dtype=torch.float64), exact_cer(PRIOR, EGGS).T  # [reference, answer]
+    rewards = {"exact": exact, "P": EGGS.T[:, :, None], "cer": rho, "right": right.repeat(4, 1)}
+    found = {}
+    for references in [0], [0, 1]:  # "14"; "14" or "14 eggs" by a coin
+        for name, of in rewards.items():
+            steps = []
+            for R in of[references]:
+                R = R.expand(3, 4).flatten()
+                steps.append((R - joint @ R)[:, None] * score)
+            steps, weight = torch.cat(steps), joint.repeat(len(steps)) / len(steps)
+            mean = weight @ steps
+            SD = (weight @ (steps - mean).pow(2).sum(1)).sqrt()
+            along = (mean @ up / up.norm() / SD).item()
+            found[name, len(references)] = along, cosine_similarity(mean, up, dim=0).item()
+    told = {"exact": [0.38, 0.30], "P": [0.73, 0.70], "cer": [0.57, 0.56], "right": [0.57, 0.57]}
+    for name, along in told.items():
+        assert [found[name, 1][0], found[name, 2][0]] == approx(along, abs=0.005)
+    cosines = [found[at][1] for at in (("exact", 1), ("exact", 2), ("cer", 1), ("cer", 2))]
+    assert cosines == approx([0.68, 1, 1, 1], abs=0.005)
 
 
-def slip_beside(*others, answer=2):
+def slip_beside(*others, answer=2, eggs=EGGS):
     """(A, "18") in a group with these other samples, pairs (s, a) -> its reward and advantage."""
     s, a = torch.tensor([(0, answer), *others]).T
-    R = cer(EGGS[s][:, a].T.log(), EGGS[s, 0].log())
+    R = cer(eggs[s][:, a].T.log(), eggs[s, 0].log())
     return R[0].item(), leave_one_out(R)[0].item()
+
+
+def in_all_groups(answer, eggs=EGGS):
+    """The other three samples of all groups of four, s and a [1728, 3], and the advantage of A with
+    this answer beside them."""
+    pairs = eggs.nonzero().tolist()
+    groups = [*itertools.product(pairs, repeat=3)]
+    pushes = [slip_beside(*others, answer=answer, eggs=eggs)[1] for others in groups]
+    return *torch.tensor(groups).unbind(-1), torch.tensor(pushes).double()
 
 
 def test_a_slip_is_taught_while_most_solutions_are_wrong_and_hardly_moved_late():
@@ -231,16 +250,14 @@ def test_a_slip_is_pushed_down_where_right_work_meets_a_b():
     others = [R - advantage for R, advantage in found]
     assert others == approx([0.212, 0.052, 0.039, 0.5], abs=0.0005)
 
-    groups = [*itertools.product(itertools.product(range(3), range(4)), repeat=3)]
-    pushes = torch.tensor([slip_beside(*others)[1] for others in groups]).double()
-    for answer in 0, 1:  # a right one in its place
-        of_right = torch.tensor([slip_beside(*others, answer=answer)[1] for others in groups])
-        assert (of_right > pushes - 1e-12).all() and len(groups) == 1728
     assert slip_beside(C, C, C, answer=0)[1] == approx(0.39, abs=0.0005)
-    s, a = torch.tensor(groups).unbind(-1)
+
+    s, a, pushes = in_all_groups(2)
+    for answer in 0, 1:  # a right one in its place
+        assert (in_all_groups(answer)[2] > pushes - 1e-12).all() and len(pushes) == 1728
     both = (s == 0).any(1) & (s == 1).any(1)
     found = []
-    for prior in table(0.05, 0.5, 0.45), table(0.5, 0.3, 0.2), table(0.9, 0.05, 0.05):
+    for prior in SHIFTED:
         weight = (prior[s] * EGGS[s, a]).prod(1)
         share, pushed = weight[both].sum(), weight * pushes
         rest = pushed[~both].sum() / (1 - share)
@@ -249,6 +266,19 @@ def test_a_slip_is_pushed_down_where_right_work_meets_a_b():
     example = -0.181, 0.540, 0.003, -0.097
     late = -0.229, 0.142, 0.002, -0.031
     assert found == approx([*early, *example, *late], abs=0.0005)
+
+
+def test_a_slip_to_an_answer_of_its_own_receives_no_less_than_right_answers():
+    """A slips to "17" in place of "18", and B and C never answer "17"."""
+    eggs = torch.cat([EGGS, torch.zeros(3, 1)], 1)
+    eggs[0, [2, 4]] = eggs[0, [4, 2]]
+    assert slip_beside((1, 2), (2, 3), (2, 3), answer=4, eggs=eggs)[0] == approx(EGGS[0, 0])
+    (s, a, right), (_, _, slip) = (in_all_groups(answer, eggs) for answer in (0, 4))
+    assert (slip > right - 1e-12).all() and len(slip) == 1728
+    weights = [(prior[s] * eggs[s, a]).prod(1) for prior in SHIFTED]
+    found = [[weight @ slip, weight @ right] for weight in weights]
+    told = table([0.401, 0.320], [0.214, 0.184], [0.043, 0.039])
+    assert (torch.tensor(found) - told).abs().max() < 0.0005
 
 
 def test_verifree_has_the_expected_gradient_of_exact_match_and_cer_another():
