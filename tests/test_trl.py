@@ -9,6 +9,7 @@ pytest.importorskip("trl")
 
 import against_trl
 import trl_cer
+from conftest import tiny_model
 
 import cer
 from engine.load import load
@@ -43,6 +44,14 @@ def test_two_steps_with_the_rewards_of_train_py(script, monkeypatch, toy_model_d
     code, out, err = script(trl_cer, f"{flags} {trainer}")
     assert code == 0 and "rewards/cer_reward/mean" in out, err
     assert received[:16] == expected[:16] and len(set(received[:16])) > 4
+
+
+def test_a_model_that_cannot_be_scored_is_refused(script, tokenizer):
+    model = tiny_model(len(tokenizer), "granite", logits_scaling=1.05)
+    for part in model, tokenizer:
+        part.save_pretrained("granite")
+    code, _, err = script(trl_cer, "--model granite --steps 1 --out out")
+    assert code == 2 and "granite is not supported (its logits are not lm_head of" in err, err
 
 
 def test_a_step_beside_ours(script, toy_model_dir):
