@@ -226,12 +226,12 @@ def slip_beside(*others, answer=2, eggs=EGGS):
 
 
 def in_all_groups(answer, eggs=EGGS):
-    """The other three samples of all groups of four, s and a [1728, 3], and the advantage of A with
-    this answer beside them."""
+    """The other three samples of all groups of four, s and a [1728, 3], and the reward and the
+    advantage of A with this answer beside them."""
     pairs = eggs.nonzero().tolist()
     groups = [*itertools.product(pairs, repeat=3)]
-    pushes = [slip_beside(*others, answer=answer, eggs=eggs)[1] for others in groups]
-    return *torch.tensor(groups).unbind(-1), torch.tensor(pushes).double()
+    found = [slip_beside(*others, answer=answer, eggs=eggs) for others in groups]
+    return *torch.tensor(groups).unbind(-1), *table(*found).T
 
 
 def test_a_slip_is_taught_while_most_solutions_are_wrong_and_hardly_moved_late():
@@ -252,9 +252,10 @@ def test_a_slip_is_pushed_down_where_right_work_meets_a_b():
 
     assert slip_beside(C, C, C, answer=0)[1] == approx(0.39, abs=0.0005)
 
-    s, a, pushes = in_all_groups(2)
+    s, a, R, pushes = in_all_groups(2)
+    assert (PRIOR[s] * EGGS[s, a]).prod(1) @ R == approx(0.195, abs=0.0005)  # the lesson's
     for answer in 0, 1:  # a right one in its place
-        assert (in_all_groups(answer)[2] > pushes - 1e-12).all() and len(pushes) == 1728
+        assert (in_all_groups(answer)[3] > pushes - 1e-12).all() and len(pushes) == 1728
     both = (s == 0).any(1) & (s == 1).any(1)
     found = []
     for prior in SHIFTED:
@@ -273,7 +274,7 @@ def test_a_slip_to_an_answer_of_its_own_receives_no_less_than_right_answers():
     eggs = torch.cat([EGGS, torch.zeros(3, 1)], 1)
     eggs[0, [2, 4]] = eggs[0, [4, 2]]
     assert slip_beside((1, 2), (2, 3), (2, 3), answer=4, eggs=eggs)[0] == approx(EGGS[0, 0])
-    (s, a, right), (_, _, slip) = (in_all_groups(answer, eggs) for answer in (0, 4))
+    (s, a, _, right), (*_, slip) = (in_all_groups(answer, eggs) for answer in (0, 4))
     assert (slip > right - 1e-12).all() and len(slip) == 1728
     weights = [(prior[s] * eggs[s, a]).prod(1) for prior in SHIFTED]
     found = [[weight @ slip, weight @ right] for weight in weights]
