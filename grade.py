@@ -198,12 +198,14 @@ def main():
         other = directory / "grades.jsonl"
         if other.exists() and other.resolve() != path.resolve():
             cli.say(f"{other} is not read: one file holds the grades of a call (--grades)")
-    by, model = args.name, None
+    by = args.name
+    model = None
     if not args.table:
         if args.by != "you":
             model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
             by = f"{Path(args.by)} {mark_of(model[0], prompt)}"  # other weights, another grader
-        said, todo = grades.said[by], {}
+        said = grades.said[by]
+        todo = {}
         for case, own in cases.items():
             doubts = in_doubt(own).items()
             if new := [answer for key, answer in doubts if (case, key) not in said]:

@@ -223,7 +223,8 @@ def test_verbatim_samples_that_receive_less_than_the_mean(capsys):
 
 def test_the_numbers_of_training_on_people_s_questions_are_those_of_its_csv():
     page = (ROOT / "benchmarks/results/squad-train.md").read_text()
-    by_question, table = names_of(page)["by_question"], page.split("| reward | by `text` |")[1]
+    by_question = names_of(page)["by_question"]
+    table = page.split("| reward | by `text` |")[1]
     for run in "before", "cer", "exact", "verifree", "overlap":
         expected = means_and_changes(by_question, run, "text", "right")
         label = run if run == "before" else f"`{run}`"

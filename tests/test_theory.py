@@ -190,12 +190,14 @@ def test_paraphrases_let_cer_order_solutions_that_verifree_does_not():
 def test_cer_makes_the_progress_of_a_perfect_verifier_for_its_noise():
     """On the eggs: the mean of one sample's gradient along that of the share of right answers, in
     standard deviations of the gradient, and their cosine."""
-    joint, right = (PRIOR[:, None] * EGGS).flatten(), table(1, 1, 0, 0)
-    score = torch.cat([torch.eye(3) - PRIOR] * 4).view(4, 3, 3).transpose(0, 1).flatten(0, 1)
-    of_answers = torch.zeros(3, 4, 3, 4, dtype=torch.float64)
-    for s in range(3):
-        of_answers[s, :, s] = torch.eye(4) - EGGS[s]
-    score = torch.cat([score, of_answers.view(12, 12)], 1)  # of each pair (s, a), by all logits
+
+    def log_pi(x, y):  # of all pairs (s, a), from the logits of both tables
+        return (x.log_softmax(0)[:, None] + y.log_softmax(1)).flatten()
+
+    logits = PRIOR.log(), EGGS.log()
+    score = torch.cat([of.flatten(1) for of in jacobian(log_pi, logits)], 1)  # [12, 15]
+    joint = log_pi(*logits).exp()
+    right = table(1, 1, 0, 0)
     up = gradient(PRIOR, EGGS, right)
     exact, rho = torch.eye(4, dtype=torch.float64), exact_cer(PRIOR, EGGS).T  # [reference, answer]
     rewards = {"exact": exact, "P": EGGS.T[:, :, None], "cer": rho, "right": right.repeat(4, 1)}
@@ -206,7 +208,8 @@ def test_cer_makes_the_progress_of_a_perfect_verifier_for_its_noise():
             for R in of[references]:
                 R = R.expand(3, 4).flatten()
                 steps.append((R - joint @ R)[:, None] * score)
-            steps, weight = torch.cat(steps), joint.repeat(len(steps)) / len(steps)
+            weight = joint.repeat(len(steps)) / len(steps)
+            steps = torch.cat(steps)
             mean = weight @ steps
             SD = (weight @ (steps - mean).pow(2).sum(1)).sqrt()
             along = (mean @ up / up.norm() / SD).item()
