@@ -68,7 +68,7 @@ class Grades:
 
     def __init__(self, path):
         self.path, self.said = path, collections.defaultdict(dict)
-        rows = read_rows(path, log=True) if path.exists() else []
+        rows = read_rows(path) if path.exists() else []
         for number, row in enumerate(rows, start=1):
             with cli.as_input_error(f"{path}, row {number}: expected a grade of grade.py"):
                 cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")

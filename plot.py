@@ -165,7 +165,7 @@ def draw_seeds(axis, tables, key, smooth, label, color):
 
 
 def read_log(path):
-    lines = read_rows(path, log=True)
+    lines = read_rows(path)
     require(lines, f"{path} is empty: the run has no step yet")
     return lines
 

@@ -14,7 +14,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
+from engine.checkpoints import (
+    check_resumed,
+    cut_logs,
+    fingerprint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from engine.load import add_flags, check_sampling, load
 from engine.memory import check_disk, is_crowded, plan_memory
 from engine.policy import check_training, copy_weights, make_policy, moments_on_host
@@ -78,6 +84,7 @@ def main():
     check_training(policy, actor)
 
     # The log, and the order of the questions.
+    cut_logs(out)
     log = RunLog(out, args, data, first_step, last_step)
     log.header(actor, problems, f"{memory}\n{disk}")
     show_first(tokenizer, problems, args.dataset)
@@ -86,10 +93,9 @@ def main():
     order = in_epochs(problems, last_step * args.questions, args.seed)
     stop = Stop()
 
-    # Evaluate before the first step, or what a kill has left unevaluated.
+    # Evaluate before the first step. A resumed run repeats what came after its checkpoint.
     step = first_step - 1
-    due = step % args.eval_every == 0 or step == last_step
-    if held_out and due and not log.has_evaluation:
+    if held_out and (step % args.eval_every == 0 or step == last_step):
         log.evaluated(step, *evaluation(actor, tokenizer, held_out, args))
 
     for step in range(first_step, last_step + 1):

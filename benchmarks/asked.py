@@ -53,7 +53,7 @@ def kinds_of(lines, k):
 def ask_about(directory, lines, which, model, out, how):
     """Append a row for each line, except for lines that are there."""
     asked_model = load(model, init_ranks(), dtype="fp32")
-    done = {row["line"] for row in read_rows(out, log=True)} if out.exists() else set()
+    done = {row["line"] for row in read_rows(out)} if out.exists() else set()
     groups = dict(zip(which, read_lines(directory)))  # those that were sampled
     for k in progress("ask", [k for k in groups if k not in done]):
         if how == "tokens":

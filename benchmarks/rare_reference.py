@@ -98,8 +98,7 @@ def make_rows(lines):
 
 def one(share, script, flags):
     """Run train.py, evaluate.py or warm_start.py here, with a share of the card's memory. Memory is
-    planned within it. train.py writes no checkpoint, and does not evaluate before the first step,
-    since all runs begin with the same weights. warm_start.py saves bf16."""
+    planned within it. train.py writes no checkpoint. warm_start.py saves bf16."""
     module = importlib.import_module(script)
     patches = {}
     if torch.cuda.is_available():
@@ -110,7 +109,6 @@ def one(share, script, flags):
     if script == "train":
         patches["train.save_checkpoint"] = lambda *_: None
         patches["train.check_disk"] = lambda *_: "disk: no checkpoint is written"
-        patches["train.RunLog.has_evaluation"] = property(lambda _: True, lambda *_: None)
     elif script == "warm_start":
         export = module.export
         patches["warm_start.export"] = lambda model, *rest: export(model.bfloat16(), *rest)

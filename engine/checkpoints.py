@@ -1,7 +1,6 @@
 """Save and resume the state of a run."""
 
 import json
-import math
 import os
 import shutil
 from hashlib import sha256
@@ -9,15 +8,14 @@ from hashlib import sha256
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
-from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.checkpoint.storage import WriteResult
 
 from engine.load import export
 from runtime.cli import InputError, is_rank_0, require, say
-from runtime.files import checkpoints, how_to_resume, read_config
+from runtime.files import LOGS, checkpoints, how_to_resume, read_config
+
+LENGTHS = "training/logs.json"  # of the logs when the checkpoint was saved, in bytes
 
 
 def fingerprint(problems, held_out, template, judge=None):
@@ -66,38 +64,21 @@ def reason(error):
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-class Writer(hf_storage.HuggingFaceStorageWriter):
-    """Every rank writes its own shards as safetensors, 32 tensors a file, of which the host holds
-    one at a time. dcp's writer builds each file in memory first, which takes longer, and on a GPU
-    it keeps pinned memory for all."""
-
-    def write_data(self, plan, planner):
-        for first in range(0, len(plan.items), 32):
-            tensors, places = {}, {}
-            for item in plan.items[first : first + 32]:
-                name, offsets = item.index.fqn, item.tensor_data.chunk.offsets
-                tensors[name] = planner.resolve_data(item).detach()
-                places[name] = {hf_storage.SAVED_OFFSETS_KEY: offsets}
-            path = f"{self.path}/rank-{dist.get_rank()}-{first}.safetensors"
-            save_file(tensors, path, {hf_storage.CUSTOM_METADATA_KEY: json.dumps(places)})
-        written = torch.futures.Future()
-        written.set_result([WriteResult(item.index, 0, None) for item in plan.items])
-        return written
-
-
 def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
-    """Save out/checkpoints/step-K/, a Hugging Face directory. Its folder training/ is for --resume.
-    It is written as `partial` and renamed when it is complete, and it gets that name back before it
-    is deleted, so step-K is always complete."""
+    """Save out/checkpoints/step-K/, a Hugging Face directory. Its folder training/ is for --resume:
+    the state of the training, and the lengths of the logs. It is written as `partial` and renamed
+    when it is complete, and it gets that name back before it is deleted, so step-K is always
+    complete."""
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
     if is_rank_0():
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     try:
-        writer = Writer(str(partial / "training"), save_distributed=True)
-        dcp.save(training_state(policy, optimizer), storage_writer=writer)
+        dcp.save(training_state(policy, optimizer), checkpoint_id=partial / "training")
         if is_rank_0():
             export(actor, tokenizer, partial)
+            lengths = {name: (out / name).stat().st_size for name in LOGS}
+            (partial / LENGTHS).write_text(json.dumps(lengths))
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
         problem = f"cannot save {directory} ({reason(error)})"
@@ -118,16 +99,31 @@ def load_checkpoint(out, policy, optimizer):
     if not checkpoints(out):
         return 0
     step, directory = checkpoints(out)[-1]
-    state = training_state(policy, optimizer)
+    older = f"{directory} was saved by an older version, which can go on with it"
+    require((directory / LENGTHS).is_file(), older)
     try:
-        reader = hf_storage.HuggingFaceStorageReader(str(directory / "training"))
-        saved = reader.read_metadata().state_dict_metadata
-        for name, tensor in state.items():  # dcp.load would leave what is missing as it is
-            chunks = saved[name].chunks if name in saved else []
-            there, all_ = sum(math.prod(chunk.sizes) for chunk in chunks), tensor.numel()
-            require(there == all_, f"it holds {there:,} of the {all_:,} numbers of {name}")
-        dcp.load(state, storage_reader=reader)
+        dcp.load(training_state(policy, optimizer), checkpoint_id=directory / "training")
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
         helps = f"restore its files and the run's --model, or remove {directory}"
         raise InputError(f"{directory}/training: {reason(error)}; {helps}") from error
     return step
+
+
+def cut_logs(out):
+    """Cut the logs of a run to the lengths that they had at its last checkpoint. So a resumed run
+    may repeat steps, and a kill may leave half a line. Without a checkpoint the run begins anew,
+    and what it has logged goes to NAME.old."""
+    logs = [out / name for name in LOGS]
+    if not checkpoints(out):
+        for log in logs if is_rank_0() else []:
+            if log.exists() and log.stat().st_size:
+                log.replace(f"{log}.old")
+            log.touch()
+        return
+    _, directory = checkpoints(out)[-1]
+    lengths = json.loads((directory / LENGTHS).read_text())
+    for log in logs:
+        is_whole = log.is_file() and log.stat().st_size >= lengths[log.name]
+        require(is_whole, f"{log} is shorter than when {directory} was saved: restore it")
+    for log in logs if is_rank_0() else []:
+        os.truncate(log, lengths[log.name])

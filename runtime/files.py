@@ -2,28 +2,27 @@
 
 import fcntl
 import json
-import os
 from pathlib import Path
 
 import numpy
 import pyarrow.parquet
 
-from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say, shorten
+from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
 
 FORMATS = (".jsonl", ".json", ".parquet")
+LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"  # of a run, only appended to
 
 
-def read_rows(path: str | Path, log: bool = False) -> list[dict]:
+def read_rows(path: str | Path) -> list[dict]:
     """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
-    because readers that guess types turn "014" into 14. InputError names the first bad row. In a
-    log half a line, which a kill has left, is left out, and a line says so."""
+    because readers that guess types turn "014" into 14. InputError names the first bad row."""
     path = Path(path)
     ending = path.suffix.lower()
     require(ending in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
     require(path.is_file(), f"{path}: no such file")
     rows = []
     try:
-        for row in parse_rows(path, ending, log):
+        for row in parse_rows(path, ending):
             if not isinstance(row, dict):
                 raise ValueError(f"got {row!r:.40}")
             # JSON may hold a lone surrogate, which is not UTF-8. No tokenizer takes it.
@@ -36,23 +35,13 @@ def read_rows(path: str | Path, log: bool = False) -> list[dict]:
     return rows
 
 
-def parse_rows(path, ending, log):
+def parse_rows(path, ending):
     if ending == ".parquet":
         return table_rows(pyarrow.parquet.read_table(path))
     text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
     if text.lstrip().startswith("["):  # the file is one list
         return json.loads(text)
-    lines = [line for line in text.split("\n") if line.strip()]
-    return filter(None, map(whole_line, lines)) if log else map(json.loads, lines)
-
-
-def whole_line(line):
-    """The row of a line of a log, or None for half a line. It may be the last one, with or without
-    a line end, or one after which another process has gone on."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        say(f"half a line is left out: {shorten(line, 60)}")
+    return map(json.loads, filter(str.strip, text.split("\n")))
 
 
 def table_rows(table):
@@ -84,14 +73,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:
-    """Append rows as lines of JSON, after half a line as new ones. Only rank 0 writes."""
+    """Append rows as lines of JSON. Only rank 0 writes."""
     if is_rank_0():
-        text = to_jsonl(rows).encode()
-        with as_input_error(f"cannot write {path}"), open(path, "ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-            is_whole = file.read() in (b"", b"\n")
-            file.write(text if is_whole else b"\n" + text)
+        with as_input_error(f"cannot write {path}"), open(path, "a", encoding="utf-8") as file:
+            file.write(to_jsonl(rows))
 
 
 def to_jsonl(rows: list[dict]) -> str:

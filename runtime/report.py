@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 
 from runtime.cli import InputError, is_rank_0, require, say
-from runtime.files import append_rows, how_to_resume, read_rows, to_jsonl, write_atomically
+from runtime.files import append_rows, how_to_resume, read_rows, write_atomically
 from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
@@ -137,7 +137,7 @@ def read_lines(directory):
     """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
     of a training run. Of these the first and the last are read."""
     is_run = (directory / "config.json").exists()
-    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"), log=True)
+    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"))
     require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
     needed = {"question", "references", "answers", "right"}
     whole = all(needed <= line.keys() for line in lines)
@@ -170,9 +170,6 @@ def say_pass_at_1(lines, by):
 # ------------------------------------------------------------------------------------------ the log
 
 
-LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
-
-
 class RunLog:
     """Rank 0 prints, and appends to metrics.jsonl (a line per step, and one per evaluation),
     samples.jsonl (the first groups of each step) and evaluations.jsonl (all held-out samples). All
@@ -182,32 +179,10 @@ class RunLog:
         self.out, self.args = out, args
         self.first_step, self.last_step = first_step, last_step
         self.warned, self.started = set(), None
-        rows = {name: self.rows(name) for name in LOGS}
-        complete = {line["step"] for line in rows["metrics.jsonl"] if "pass_at_1" in line}
-        saved = max(complete, default=0)  # each evaluation follows a save
-        gone = f"{out} has an evaluation after step {saved} and no checkpoint: restore checkpoints/"
-        require(first_step > 1 or not saved, gone)
-        steps = {*range(1, first_step)}
-        for name, needed in zip(LOGS, (steps, steps, complete & {0, *steps})):
-            lost = sorted(needed - {row["step"] for row in rows[name]})
-            require(not lost, f"{out / name} lacks the steps {lost[:3]}: restore it or start anew")
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
         config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
         config["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
-        # A resumed run repeats the steps after its checkpoint. A kill may also have left an
-        # evaluation whose samples are written and whose line in metrics.jsonl is not.
-        for name in LOGS:
-            kept = [row for row in rows[name] if row["step"] < first_step]
-            if name == "evaluations.jsonl":
-                kept = [row for row in kept if row["step"] in complete]
-            write_atomically(out / name, to_jsonl(kept))
-        # Whether the weights that this process starts from have been evaluated.
-        self.has_evaluation = first_step - 1 in complete
-
-    def rows(self, name):
-        """What is in a log so far. A kill may have left half of its last line."""
-        return read_rows(self.out / name, log=True) if (self.out / name).exists() else []
 
     def append(self, name, rows):
         """Append rows to a log. Where that fails, as on a full disk, say how to go on."""

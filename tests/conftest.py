@@ -21,7 +21,7 @@ from engine.tokens import vocabulary
 from rloo import TrainingRow
 from rollout import sample, to_group
 from runtime import cli, ranks
-from runtime.files import append_rows, checkpoints, read_rows
+from runtime.files import LOGS, append_rows, checkpoints, read_rows
 from tasks import data, toy, toy_model
 
 ROOT = Path(__file__).parents[1]
@@ -180,15 +180,12 @@ def finished_run(tmp_path_factory, quick):
 
 @pytest.fixture
 def stopped_run(tmp_path, finished_run):
-    """The directory of a copy, as a crash in its fourth step would leave it."""
+    """The directory of a copy, as a crash in its second evaluation would leave it."""
     run = shutil.copytree(finished_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "step-4")
-    for name in "metrics.jsonl", "samples.jsonl":  # the last line is half written
+    for name in LOGS:  # the last line is half written
         (run / name).write_text((run / name).read_text()[:-40])
     return run
-
-
-LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
 
 
 def steps_of(run):

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    LOGS,
     example_rows,
     needs_cuda,
     on_devices,
@@ -28,9 +27,9 @@ from transformers import AutoModelForCausalLM
 
 import train
 from engine import policy
-from engine.checkpoints import load_checkpoint, save_checkpoint
+from engine.checkpoints import cut_logs, load_checkpoint, save_checkpoint
 from reward_functions import REWARDS, Judged, Reward
-from runtime.files import checkpoints, read_config, read_rows
+from runtime.files import LOGS, checkpoints, read_config, read_rows
 from runtime.ranks import seed_everything
 from tasks.data import in_epochs, load_problems
 
@@ -62,11 +61,11 @@ def test_a_checkpoint_moves_between_one_rank_and_two(script, tmp_path, stopped_r
     for rank in 0, 1:  # each is given all rows of a step
         printed = (tmp_path / f"log-{rank}").read_text()
         assert re.findall(r"\d+ rows", printed) == ["16 rows", "16 rows"], printed
-    saved = [*stopped_run.glob("checkpoints/step-4/training/*.safetensors")]
-    assert {path.name[:6] for path in saved} == {"rank-0", "rank-1"}
+    saved = [*stopped_run.glob("checkpoints/step-4/training/*.distcp")]
+    assert {path.name[:3] for path in saved} == {"__0", "__1"}
     saved[0].rename("away")
     code, _, err = script(train, "--out run --resume --steps 5")
-    assert code == 2 and re.search("step-4/training: it holds .* of the .* numbers of", err), err
+    assert code == 2 and re.search("step-4/training: .*No such file.*; restore", err), err
     Path("away").rename(saved[0])
     finish([start(run_in, tmp_path, train.main, "--out run --resume --steps 5")])
     metrics, samples, held_out = (read_rows(stopped_run / name) for name in LOGS)
@@ -98,12 +97,12 @@ def test_random_numbers_differ_by_seed_step_and_rank(monkeypatch):
     assert len(numbers) == 4
 
 
-def test_a_run_without_its_checkpoints_keeps_its_logs(script, stopped_run):
+def test_a_run_without_its_checkpoints_keeps_its_logs(script, finished_run, stopped_run):
     before = {name: (stopped_run / name).read_text() for name in LOGS}
     shutil.rmtree(stopped_run / "checkpoints")
     code, _, err = script(train, "--out run --resume")
-    assert code == 2 and "has an evaluation after step 2 and no checkpoint: restore" in err, err
-    assert before == {name: (stopped_run / name).read_text() for name in LOGS}
+    assert code == 0 and written_by(stopped_run) == written_by(finished_run), err
+    assert before == {name: (stopped_run / f"{name}.old").read_text() for name in LOGS}
 
 
 # --------------------------------------------------------------------------------- kills and stops
@@ -176,6 +175,7 @@ def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
     actor, model = tiny_model(64), policy.Policy(tiny_model(64))
     optimizer = torch.optim.AdamW(model.parameters())
+    cut_logs(tmp_path)
     for step in 1, 2, 3:
         save_checkpoint(tmp_path, step, 1, actor, tokenizer, model, optimizer)
     before = [p.full_tensor().clone() for p in model.parameters()]
