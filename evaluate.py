@@ -20,7 +20,7 @@ from reward_functions import REWARDS, R_by_name, judge
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
-from runtime.report import group_record, sample_table, say_grade
+from runtime.samples import group_line, of_questions, sample_table, say_grade
 from tasks.data import NAMES, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
@@ -40,7 +40,7 @@ def sample_and_judge(model, tokenizer, problems, N, tokens, at_once, names=(), o
         groups = sample(model, tokenizer, mine, N, tokens, **how)
         lines = []
         for k, judged in enumerate(judge(groups, judges, model, tokenizer, other=other)):
-            line = group_record(judged, index=start + rank + world * k)
+            line = group_line(judged, index=start + rank + world * k)
             if names:
                 line["rewards"] = {name: R_by_name(name, [judged])[0].tolist() for name in names}
                 line["R"] = line["rewards"][names[0]]
@@ -59,51 +59,66 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     seed_everything(seed, "evaluation")
     settings |= {"name": "evaluation", "at_once": len(problems)}
     [lines] = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **settings)
-    samples = sample_table(lines, "tokens")
-    by_question = samples.groupby(level=0).right.mean()
-    error = float(by_question.sem()) if len(problems) > 1 else None
-    samples["exact_match"] = samples.verbatim
+    samples = sample_table(lines).rename(columns={"verbatim": "exact_match"})
     means = samples[["exact_match", "answered", "truncated", "tokens"]].mean().to_dict()
-    summary = {"pass_at_1": float(by_question.mean()), "stderr": error} | means
+    pass_at_1, stderr = of_questions(samples)
+    summary = {"pass_at_1": pass_at_1, "stderr": stderr} | means
     return summary | {"questions": len(problems), "runs": runs}, lines
+
+
+# ------------------------------------------------------------------------- shared with judge.py
+
+
+def add_model_and_data(add, most_tokens, written):
+    """The flags of which model answers which questions."""
+    add("--model", required=True, help="Hugging Face model id or directory")
+    add("--dataset", required=True, help=f"comma-separated names ({NAMES}) or files")
+    add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
+    cut = f"longer completions are cut off (default: {most_tokens}, or half of its positions)"
+    add("--max-new-tokens", type=cli.number(int, 1), help=cut)
+    add_flags(add)
+    add("--seed", type=int, default=0, help="random seed of the samples")
+    add("--out", help=f"directory for {written} and samples.jsonl (default: runs/TIME-NAME-PID)")
+
+
+def load_model_and_data(args, most_tokens, name, *checks):
+    """-> the model, its tokenizer, {data set: problems that fit it}, a new directory."""
+    device = init_ranks()
+    names = [os.path.expanduser(each) for each in args.dataset.split(",")]
+    datasets = {each: load_problems(each, args.limit, args.verifier) for each in names}
+    out = open_run_directory(args.out, name)
+    model, tokenizer = load(args.model, device, *checks, dtype=args.dtype, sampler=args.sampler)
+    args.max_new_tokens = args.max_new_tokens or int(min(most_tokens, positions(model) / 2))
+    for each, problems in datasets.items():
+        datasets[each], _ = usable_prompts(model, tokenizer, problems, each, args.max_new_tokens)
+        show_first(tokenizer, datasets[each], each)
+    return model, tokenizer, datasets, out
+
+
+# ------------------------------------------------------------------------------------- the script
 
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
-    add("--model", required=True, help="Hugging Face model id or directory")
-    add("--dataset", required=True, help=f"comma-separated names ({NAMES}) or files")
+    add_model_and_data(add, 8192, "results.json")
     add("--runs", type=count, help="samples per question (default: 16, for letters 1, the toy 4)")
-    add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
     add("--limit", type=count, help="evaluate only the first K questions of each data set")
-    cut = "longer completions are cut off (default: 8192, or half of the model's positions)"
-    add("--max-new-tokens", type=count, help=cut)
     add("--temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
     add("--top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
     add("--top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
-    add_flags(add)
-    add("--seed", type=int, default=0, help="random seed of the samples")
-    add("--out", help="directory for results.json and samples.jsonl (default: runs/TIME-eval-PID)")
     args = parser.parse_args()
-    device = init_ranks()
+    model, tokenizer, datasets, out = load_model_and_data(args, 8192, "eval", check_sampling)
     sampling = dict(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
-    names = [os.path.expanduser(name) for name in args.dataset.split(",")]
-    datasets = {name: load_problems(name, args.limit, args.verifier) for name in names}
-    out = open_run_directory(args.out, "eval")
-    kind = dict(dtype=args.dtype, sampler=args.sampler)
-    model, tokenizer = load(args.model, device, check_sampling, **kind)
-    tokens = args.max_new_tokens = args.max_new_tokens or int(min(8192, positions(model) / 2))
-    for name in datasets:
-        datasets[name], _ = usable_prompts(model, tokenizer, datasets[name], name, tokens)
-        show_first(tokenizer, datasets[name], name)
-    results, path = {}, out / "samples.jsonl"
+    results, of_all = {}, []
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        how = runs, tokens, args.seed
+        how = runs, args.max_new_tokens, args.seed
         results[name], lines = evaluate(model, tokenizer, problems, *how, **sampling)
         cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
         # Save now, since the next data set may take hours.
-        append_rows(path, [{"dataset": name} | line for line in lines])
+        of_all += lines
+        append_rows(out / "samples.jsonl", [{"dataset": name} | line for line in lines])
         report = json.dumps({"flags": vars(args), "results": results}, indent=2)
         write_atomically(out / "results.json", report + "\n")
     if cli.is_rank_0():
@@ -112,8 +127,8 @@ def main():
         print(table.to_string(float_format="{:.3f}".format, na_rep="-"))
         if len(results) > 1:
             print(f"average pass@1: {table.pass_at_1.mean():.3f}")
-        print(f"all samples are in {path}")
-        say_grade([p.verifier for some in datasets.values() for p in some], out)
+        print(f"all samples are in {out}/samples.jsonl")
+        say_grade(of_all, out)
     dist.destroy_process_group()
 
 

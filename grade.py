@@ -2,7 +2,7 @@
 
     python grade.py runs/MY-JUDGE                                  # by you
     python grade.py runs/MY-JUDGE --by TIGER-Lab/general-verifier  # by a model
-    python grade.py runs/BEFORE runs/AFTER --table                 # what the grades say
+    python grade.py runs/BEFORE runs/AFTER                         # of two runs, paired by question
 
 A directory is what judge.py, evaluate.py or train.py wrote. You see a question, its references, and
 the answers of all directories, shuffled and without their rewards. You type the numbers of the
@@ -10,14 +10,15 @@ right ones. An answer that equals a reference (by the verifier `text`) is right 
 wrong, so neither is asked. A model is asked about the same answers, so you can see how often you
 agree with it before you let it grade the rest.
 
-Each grade is saved at once, as a line of one file, and a second start goes on. It belongs to a
-question with its references, an answer, and whoever gave it; the newest counts. To correct one,
-take its line out of the file. Two people take two names (--name).
+Each grader has a file: grades.jsonl is yours, and a model's is named by it and its weights. Each
+grade is saved there at once, as a line, and a second start goes on. It belongs to a question with
+its references and an answer; the last one counts. The numbers are given by all files grades*.jsonl
+that lie together, and how far the others agree with the first.
 """
 
 from runtime import cli  # isort: split
 
-import collections
+import json
 import random
 import textwrap
 from pathlib import Path
@@ -25,9 +26,10 @@ from pathlib import Path
 from engine.checkpoints import mark_of
 from engine.load import add_flags, load
 from judge import say_judgement
+from reward_functions import REWARDS
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
-from runtime.report import case_of, read_lines, say_pass_at_1
+from runtime.samples import read_lines, sample_table, say_pass_at_1
 from tasks.data import Problem
 from tasks.general_verifier import ask, read_prompt
 from tasks.verifiers import plain_text
@@ -39,83 +41,91 @@ WORD = {True: "right", False: "wrong"}
 # ----------------------------------------------------------------------------- samples and grades
 
 
-def draw(lines, count, seed):
-    """At most so many of the cases that all runs have -> {case: its lines}. Their order depends
-    only on their text and the seed, so that grades are of use with other runs, and with more
-    questions."""
-    cases = collections.defaultdict(list)
-    for line in lines:
-        cases[case_of(line)].append(line)
-    runs = {line["run"] for line in lines}
-    in_all = [case for case, own in cases.items() if {line["run"] for line in own} == runs]
-    cli.require(in_all, "no question is in all of these directories with the same references")
-    order = sorted(in_all, key=lambda case: random.Random(f"{seed} {case[0]}").random())
-    return {case: cases[case] for case in order[:count]}
+def draw(lines, count):
+    """-> the samples of at most so many of the cases that all runs have. The order of the cases
+    depends only on their text, so that grades are of use with other runs, and with more questions.
+    `key`: the same for answers that are equal by the verifier `text`; `known`: equal to a reference
+    by it."""
+    samples = sample_table(lines)
+    runs = samples.groupby("case").run.nunique()
+    cases = runs.index[runs == samples.run.nunique()]
+    cli.require(len(cases), "no question is in all of these directories with the same references")
+    cases = sorted(cases, key=lambda case: random.Random(f"0 {json.loads(case)[0]}").random())
+    samples = samples.set_index("case").loc[cases[:count]].reset_index()
+    references = {case: [*map(plain_text, json.loads(case)[1])] for case in cases}
+    samples["key"] = [*map(plain_text, samples.answers)]
+    samples["known"] = [key in references[case] for case, key in zip(samples.case, samples.key)]
+    return samples
 
 
-def in_doubt(lines):
-    """The answers of these lines that are neither empty nor equal to a reference, shuffled -> {key:
-    answer}. Answers with the same key are equal by the verifier `text`."""
-    clear = {*map(plain_text, lines[0]["references"])}
-    answers = {plain_text(a): a for line in lines for a in line["answers"] if a}
-    doubtful = sorted((key, answer) for key, answer in answers.items() if key not in clear)
-    return dict(random.Random(lines[0]["question"]).sample(doubtful, len(doubtful)))
+def in_doubt(samples, grades=()):
+    """{case: {key: answer}}: the answers, shuffled, that are neither empty nor equal to a reference
+    nor graded."""
+    doubtful = samples[samples.answered & ~samples.known].drop_duplicates(["case", "key"], keep="last")
+    todo = {}
+    for case, own in doubtful.groupby("case", sort=False):
+        pairs = sorted(zip(own.key, own.answers))
+        pairs = random.Random(json.loads(case)[0]).sample(pairs, len(pairs))
+        if new := {key: answer for key, answer in pairs if (case, key) not in grades}:
+            todo[case] = new
+    return todo
 
 
-class Grades:
-    """The file of grades, to which lines are only appended: said[by][case, key] is True, False, or
-    None if the question is left out."""
+def read_grades(path):
+    """-> {(case, key): True, False, or None if the question is left out}."""
+    grades = {}
+    for number, row in enumerate(read_rows(path) if path.exists() else [], start=1):
+        with cli.as_input_error(f"{path}, row {number}: expected a grade of grade.py"):
+            cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
+            cli.require(row.get("by", "you") == "you", "each grader has a file of its own")
+            case = json.dumps([row["question"], row["references"]])
+            grades[case, plain_text(row["answer"])] = row["right"]
+    return grades
 
-    def __init__(self, path):
-        self.path, self.said = path, collections.defaultdict(dict)
-        rows = read_rows(path) if path.exists() else []
-        for number, row in enumerate(rows, start=1):
-            with cli.as_input_error(f"{path}, row {number}: expected a grade of grade.py"):
-                cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
-                self.said[row["by"]][case_of(row), plain_text(row["answer"])] = row["right"]
 
-    def save(self, case, answer, right, by, **more):
-        row = {"question": case[0], "references": case[1], "answer": answer, "right": right}
-        append_rows(self.path, [row | {"by": by} | more])
-        self.said[by][case, plain_text(answer)] = right
+def save(path, case, answer, right, **more):
+    question, references = json.loads(case)
+    row = {"question": question, "references": references, "answer": answer, "right": right}
+    append_rows(path, [row | more])
 
-    def column(self, cases, by):
-        """The lines of the cases that this grader has graded, with `right` as this grader says it,
-        and as the verifier said it. They end before the first ungraded answer: later cases that
-        happen to need no grade are the easy ones, and would raise pass@1."""
-        graded = []
-        for number, (case, lines) in enumerate(cases.items()):
-            said = {key: self.said[by].get((case, key), "missing") for key in in_doubt(lines)}
-            if "missing" in said.values():
-                left_out = f"{len(cases) - number} of {len(cases)} questions are left out"
-                cli.say(f"{by}: {left_out}, from one with ungraded answers on: {case[0]!r:.60}")
-                break
-            if None not in said.values():
-                said |= dict.fromkeys(map(plain_text, case[1]), True)
-                for line in lines:
-                    right = [bool(a) and said[plain_text(a)] for a in line["answers"]]
-                    graded.append(line | {"right": right, "verifier's": line["right"]})
-        return graded
+
+def by_grades(samples, grades, name):
+    """The samples of the cases that are graded, with `right` as the grades say it. They end before
+    the first ungraded answer: later cases that happen to need no grade are the easy ones, and would
+    raise pass@1."""
+    if ungraded := in_doubt(samples, grades):
+        end = samples.index[samples.case == next(iter(ungraded))][0]
+        rest, samples = samples[end:], samples[:end]
+        left_out = f"{rest.case.nunique()} questions are left out, from one with ungraded answers on"
+        cli.say(f"{name}: {left_out}: {json.loads(rest.case[end])[0]!r:.60}")
+    samples = samples.assign(
+        right=[
+            row.answered and (row.known or grades.get((row.case, row.key)))
+            for row in samples.itertuples()
+        ]
+    )
+    left_out = samples.case[samples.right.isna()]
+    return samples[~samples.case.isin(left_out)].astype({"right": bool})
 
 
 # --------------------------------------------------------------------------------------- who grades
 
 
-def by_person(todo, grades, by):
+def by_person(todo, path):
     """Ask about the answers to each question."""
     print(f"{len(todo)} questions have answers in doubt. Type {KEYS}.")
     for place, (case, answers) in enumerate(todo.items(), start=1):
-        question, references = case
+        question, references = json.loads(case)
         print(f"\n{place} of {len(todo)}:\n{wrapped(question)}")
         print(f"reference:\n  {wrapped(' or '.join(references), 2)}")
-        for number, answer in enumerate(answers, start=1):
+        for number, answer in enumerate(answers.values(), start=1):
             print(f"{number:>4}  {wrapped(cli.shorten(' '.join(answer.split()), 300), 6)}")
-        reply = ask_numbers(answers)
+        reply = ask_numbers([*answers.values()])
         if reply is None:
             print("\nstopped; the same command goes on")
             return
         for answer, right in reply.items():
-            grades.save(case, answer, right, by)
+            save(path, case, answer, right)
 
 
 def ask_numbers(answers):
@@ -143,21 +153,36 @@ def wrapped(text, indent=0):
     return ("\n" + " " * indent).join(parts)
 
 
-def by_model(todo, grades, by, model, prompt):
+def by_model(todo, path, model, prompt):
     """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
-    asked = [(case, answer) for case, answers in todo.items() for answer in answers]
+    asked = [(case, answer) for case, answers in todo.items() for answer in answers.values()]
     for start in cli.progress("grade", range(0, len(asked), AT_ONCE), unit="batch"):
         some = asked[start : start + AT_ONCE]
-        pairs = [
-            (Problem(question, references[0], others=tuple(references[1:])), answer)
-            for (question, references), answer in some
-        ]
-        verdicts, replies = ask(pairs, model, prompt)
-        for (case, answer), right, reply in zip(some, verdicts, replies):
-            grades.save(case, answer, right, by, reply=reply)
+        pairs = []
+        for case, answer in some:
+            question, (reference, *others) = json.loads(case)
+            pairs.append((Problem(question, reference, others=tuple(others)), answer))
+        for (case, answer), right, reply in zip(some, *ask(pairs, model, prompt)):
+            save(path, case, answer, right, reply=reply)
 
 
 # -------------------------------------------------------------------------------------- the numbers
+
+
+def say_numbers(samples, path):
+    """pass@1 and the table of judge.py by the grades in a file -> these grades."""
+    grades = read_grades(path)
+    graded = by_grades(samples, grades, path)
+    if len(graded):
+        say_pass_at_1(graded, path)
+        say_pass_at_1(samples.loc[graded.index], "the run's own verifier")
+        for run, own in graded.groupby("run", sort=False):
+            if any(own[name].notna().any() for name in own if name in REWARDS):
+                print(f"\n{run}, what is right by {path}:")
+                say_judgement(own.dropna(axis="columns", how="all"))
+    else:
+        print(f"{path} has no grades of these questions")
+    return grades
 
 
 def say_agreement(one, other, of_one, of_other):
@@ -168,9 +193,9 @@ def say_agreement(one, other, of_one, of_other):
     for word in True, False:
         own = [of_other[at] for at in both if of_one[at] == word]
         print(f"  {other} accepts {sum(own)} of the {len(own)} that {one} calls {WORD[word]}")
-    for (question, references), key in differ[:3]:
-        word = WORD[of_one[(question, references), key]]
-        print(f"  {key!r:.30} for {references[0]!r:.30}: {one} says {word}")
+    for case, key in differ[:3]:
+        word, reference = WORD[of_one[case, key]], json.loads(case)[1][0]
+        print(f"  {key!r:.30} for {reference!r:.30}: {one} says {word}")
 
 
 def main():
@@ -178,57 +203,33 @@ def main():
     add = parser.add_argument
     add("directories", nargs="+", metavar="DIR", help="of judge, evaluate or train")
     add("--by", default="you", metavar="you|MODEL", help="who grades: you, or a model's id or path")
-    add("--name", default="you", help="your name, if several people grade")
     add("--prompt", help="file with another prompt for the model")
     add_flags(add)
-    add("--grades", help="the file of grades (default: grades.jsonl in the first DIR)")
+    add("--grades", help="the grader's file (default: grades*.jsonl in the first DIR)")
     add("--questions", type=cli.number(int, 1), default=50, help="grade at most K questions")
-    add("--seed", type=int, default=0, help="random seed of the choice of questions")
-    add("--table", action="store_true", help="ask nothing, show what the grades say")
     args = parser.parse_args()
     directories = [Path(each) for each in args.directories]
     prompt = args.prompt and read_prompt(args.prompt)
     lines = [line for directory in directories for line in read_lines(directory)]
-    cases = draw(lines, args.questions, args.seed)
-    path = Path(args.grades or directories[0] / "grades.jsonl")
+    samples = draw(lines, args.questions)
+    name, model = "grades.jsonl", None
+    if args.by != "you":
+        model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
+        mark = mark_of(model[0], prompt)  # other weights, another grader
+        name = f"grades-{Path(args.by).name}-{mark}.jsonl"
+    path = Path(args.grades or directories[0] / name)
     usable = path.suffix == ".jsonl" and path.parent.is_dir()
     cli.require(usable, f"--grades {path}: expected a file .jsonl in a directory that is there")
-    grades = Grades(path)
-    for directory in directories:
-        other = directory / "grades.jsonl"
-        if other.exists() and other.resolve() != path.resolve():
-            cli.say(f"{other} is not read: one file holds the grades of a call (--grades)")
-    by = args.name
-    model = None
-    if not args.table:
-        if args.by != "you":
-            model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
-            by = f"{Path(args.by)} {mark_of(model[0], prompt)}"  # other weights, another grader
-        said = grades.said[by]
-        todo = {}
-        for case, own in cases.items():
-            doubts = in_doubt(own).items()
-            if new := [answer for key, answer in doubts if (case, key) not in said]:
-                todo[case] = new
-        if model:
-            by_model(todo, grades, by, model, prompt)
-        else:
-            by_person(todo, grades, by)
-    names = sorted(grades.said, key=lambda name: name != args.name)  # yours first
-    columns = {name: column for name in names if (column := grades.column(cases, name))}
-    if not columns:
-        return print(f"{grades.path} has no grades of these questions")
-    for name, column in columns.items():
-        say_pass_at_1(column, name)
-        of_verifier = [line | {"right": line["verifier's"]} for line in column]
-        say_pass_at_1(of_verifier, "the run's own verifier")
-    first, *others = columns
-    for name in others:
-        say_agreement(first, name, grades.said[first], grades.said[name])
-    for name, column in columns.items():
-        for run in dict.fromkeys(line["run"] for line in column if "rewards" in line):
-            print(f"\n{run}, what is right by {name}:")
-            say_judgement([line for line in column if line["run"] == run])
+    todo = in_doubt(samples, read_grades(path))
+    if model:
+        by_model(todo, path, model, prompt)
+    else:
+        by_person(todo, path)
+    files = {path, *path.parent.glob("grades*.jsonl")}
+    first, *others = sorted(files, key=lambda file: (file.name != "grades.jsonl", file))
+    of_first = say_numbers(samples, first)
+    for other in others:
+        say_agreement(first, other, of_first, say_numbers(samples, other))
 
 
 if __name__ == "__main__":

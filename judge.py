@@ -18,16 +18,12 @@ import pandas
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import add_flags, check_sampling, load
-from engine.sampling import positions
-from evaluate import sample_and_judge
+from engine.load import check_sampling, load
+from evaluate import add_model_and_data, load_model_and_data, sample_and_judge
 from reward_functions import REWARDS, check_asked
 from runtime.files import append_rows, write_atomically
-from runtime.ranks import init_ranks, open_run_directory, seed_everything
-from runtime.report import brief, case_of, sample_table, say_grade
-from tasks.data import NAMES, load_problems
-from tasks.prompts import show_first, usable_prompts
-from tasks.verifiers import VERIFIERS
+from runtime.ranks import seed_everything
+from runtime.samples import brief, sample_table, say_grade
 
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
@@ -38,25 +34,23 @@ AT_ONCE = 8  # questions that a rank samples together; what is finished is on th
 # ---------------------------------------------------------------------------------------- the table
 
 
-def say_judgement(lines, path=None):
-    """Print what lines of samples.jsonl say about the rewards that all of them have -> the table, a
-    DataFrame with a row for each reward. path: where it is written before anything is printed."""
-    rewards = pandas.DataFrame([line.get("rewards", {}) for line in lines])
-    names = [*rewards.dropna(axis="columns")]
-    if lacking := [name for name in rewards if name not in names]:
-        print(f"left out, since some questions lack them: {', '.join(lacking)}")
+def say_judgement(samples, path=None):
+    """Print what samples say about the rewards that all of them have -> the table, a DataFrame with
+    a row for each reward. path: where it is written before anything is printed."""
+    given = [name for name in samples if name in REWARDS]
+    names = [name for name in given if samples[name].notna().all()]
+    if len(names) < len(given):
+        lacking = ", ".join(name for name in given if name not in names)
+        print(f"left out, since some questions lack them: {lacking}")
     if not names:
         return None
-    samples = sample_table([line | line["rewards"] for line in lines], *names)
-    # Lines of the same question, from several calls, are one question.
-    cases = pandas.Series(map(case_of, lines))
-    samples.index = cases.factorize()[0][samples.index]
-    shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
+    samples = samples.set_index(samples.case.factorize()[0])  # a question of several calls is one
     both, table = judge_rewards(samples, names)
     if path:
         write_atomically(path, table.to_json(orient="index", indent=2, double_precision=15))
+    shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
-    print(f"{cases.nunique()} questions, {len(samples)} samples: {sampled}")
+    print(f"{samples.index.nunique()} questions, {len(samples)} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
     print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
@@ -103,42 +97,31 @@ def question_aucs(answered, names):
 
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
-    add, count = parser.add_argument, cli.number(int, 1)
-    add("--model", required=True, help="Hugging Face model id or directory")
-    add("--dataset", required=True, help=f"{NAMES}, or a file")
-    add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
-    add("--limit", type=count, default=50, help="judge only the first K questions")
+    add = parser.add_argument
+    add_model_and_data(add, 4096, "judge.json")
+    add("--limit", type=cli.number(int, 1), default=50, help="judge only the first K questions")
     add("--samples", type=cli.number(int, 2), default=16, help="N, samples per question")
-    cut = "longer completions are cut off (default: 4096, or half of the model's positions)"
-    add("--max-new-tokens", type=count, help=cut)
     add("--rewards", default=DEFAULT, help=f"of {', '.join(KNOWN)}")
     add("--verifier-model", help="who is asked for the reward asked (default: the model itself)")
-    add_flags(add)
-    add("--seed", type=int, default=0, help="random seed of the samples")
-    add("--out", help="directory for samples.jsonl and judge.json (default: runs/TIME-judge-PID)")
     args = parser.parse_args()
     # CER comes first: plot.py draws the first reward's R.
     names = dict.fromkeys(args.rewards.replace(" ", "").split(","))
     names = sorted(names, key=lambda name: name != "cer")
     cli.require({*names} <= {*KNOWN}, f"--rewards: expected some of {', '.join(KNOWN)}")
-    device = init_ranks()
-    problems = load_problems(args.dataset, args.limit, args.verifier)
-    out = open_run_directory(args.out, "judge")
-    kind = dict(dtype=args.dtype, sampler=args.sampler)
-    actor, tokenizer = load(args.model, device, check_sampling, check_scoring, **kind)
-    tokens = args.max_new_tokens or int(min(4096, positions(actor) / 2))
-    problems, _ = usable_prompts(actor, tokenizer, problems, args.dataset, tokens)
-    show_first(tokenizer, problems, args.dataset)
-    other = args.verifier_model and load(args.verifier_model, device, check_scoring, **kind)
+    checks = check_sampling, check_scoring
+    actor, tokenizer, datasets, out = load_model_and_data(args, 4096, "judge", *checks)
+    problems = sum(datasets.values(), [])
+    other, kind = args.verifier_model, dict(dtype=args.dtype, sampler=args.sampler)
+    other = other and load(other, actor.device, check_scoring, **kind)
     if "asked" in names:
         try:
-            check_asked(problems, other or (actor, tokenizer), tokens)
+            check_asked(problems, other or (actor, tokenizer), args.max_new_tokens)
         except cli.InputError as reason:
             cli.say(f"asked is left out, since {reason}")
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    how = args.samples, tokens, AT_ONCE, names, other
+    how = args.samples, args.max_new_tokens, AT_ONCE, names, other
     lines = []
     turns = math.ceil(len(problems) / AT_ONCE / dist.get_world_size())
     judged = sample_and_judge(actor, tokenizer, problems, *how)
@@ -146,8 +129,8 @@ def main():
         append_rows(out / "samples.jsonl", some)
         lines += some
     if cli.is_rank_0():
-        say_judgement(lines, path=out / "judge.json")
-        say_grade([problem.verifier for problem in problems], out)
+        say_judgement(sample_table(lines), path=out / "judge.json")
+        say_grade(lines, out)
         print(f"all samples are in {out}")
         if drawn := [k for k, line in enumerate(lines) if line.get("columns")]:
             print(f"to draw one: python plot.py {out} --question {drawn[0]}")

@@ -1,7 +1,7 @@
 """CER in its own case: people's questions on passages, for judge.py and grade.py.
 
     python benchmarks/own_case.py rows squad_human.jsonl --lines 100-399 --out squad.jsonl
-    python benchmarks/own_case.py csv runs/squad --name squad --lines 100-399 --by llm > FILE.csv
+    python benchmarks/own_case.py csv runs/squad --name squad --lines 100-399 --by grades.jsonl > FILE.csv
     python benchmarks/own_case.py table FILE.csv
 
 Each line of squad_human.jsonl has a passage, a question, and references, what several people have
@@ -26,10 +26,11 @@ import pandas
 import torch
 
 from cer import cer
-from grade import Grades, draw, read_lines
+from grade import by_grades, draw, read_grades
 from judge import interval, judge_rewards, question_aucs
 from reward_functions import f1, words
 from rloo import leave_one_out
+from runtime.samples import read_lines
 from tasks.verifiers import plain_text
 
 EXAMPLES = r"""Answer a question about a passage. Reason in one sentence, then box a short answer, as in the examples.
@@ -68,10 +69,11 @@ def rows(lines):
 def sample_lines(directory, name, lines, by):
     """-> a row for each sample. Of a list, such as cer, the numbers are those of the references."""
     groups = read_lines(directory)
-    graded = groups
+    right_of = {group["question"]: group["right"] for group in groups}
     if by != "verifier":
-        graded = Grades(directory / "grades.jsonl").column(draw(groups, len(groups), seed=0), by)
-    right_of = {group["question"]: group["right"] for group in graded}
+        path = directory / by
+        graded = by_grades(draw(groups, len(groups)), read_grades(path), path).groupby("case")
+        right_of = {json.loads(case)[0]: own.right.tolist() for case, own in graded}
     for line, group in zip(numbers(lines), groups, strict=True):
         log_W = torch.tensor(finite(group["log_W"])).view(
             len(group["distinct_answers"]), len(group["columns"])
@@ -349,7 +351,7 @@ def main():
     to_csv.add_argument("directory", type=Path)
     to_csv.add_argument("--name", required=True)
     to_csv.add_argument("--lines", required=True, help="as for rows")
-    to_csv.add_argument("--by", required=True, help="whose grades, or verifier: the run's own")
+    to_csv.add_argument("--by", required=True, help="a file of grades, or verifier: the run's own")
     numbers_of = commands.add_parser("table", help="print the numbers of the section")
     numbers_of.add_argument("file", type=Path)
     args = parser.parse_args()

@@ -39,7 +39,7 @@ from copies import copies_working
 from measure import ROOT, markdown
 
 from engine.tokens import split_answer
-from grade import in_doubt
+from grade import draw, in_doubt
 from reward_functions import f1
 from runtime import cli
 from runtime.files import read_rows, to_jsonl
@@ -190,8 +190,9 @@ def texts(args):
     for question, own in samples.groupby("question"):
         row = rows[question]
         case = {"question": question, "references": row["answer"], "answers": [*own.answer]}
+        answers = [a for of in in_doubt(draw([case], 1)).values() for a in of.values()]
         shown = question.removeprefix(own_case.EXAMPLES).strip()
-        shown = case | {"question": shown, "answers": [*in_doubt([case]).values()]}
+        shown = case | {"question": shown, "answers": answers}
         pool += [{"data": row["data"], "line": row["line"]} | shown] if shown["answers"] else []
     random.Random(0).shuffle(pool)
     if args.readers:

@@ -5,114 +5,28 @@ import datetime
 import json
 import math
 import time
-import unicodedata
 
-import pandas
 import torch
 import torch.distributed as dist
 import transformers
 
-from runtime.cli import InputError, is_rank_0, require, say
-from runtime.files import append_rows, how_to_resume, read_rows, write_atomically
+from runtime.cli import InputError, is_rank_0, say
+from runtime.files import append_rows, how_to_resume, write_atomically
 from runtime.ranks import all_gather
+from runtime.samples import (
+    TINY,
+    brief,
+    group_line,
+    of_step,
+    read_lines,
+    sample_table,
+    say_grade,
+    say_pass_at_1,
+    with_error,
+)
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
-TINY = 1e-6  # rewards below this teach next to nothing
 IN_THE_LOG = "reward", "answered", "answer_tokens", "zero_advantage_groups", "entropy"
-
-
-# --------------------------------------------------------------------------------------- in numbers
-
-
-def verbatim(answer, references):
-    """Whether an answer is one of the references, which are composed (NFC) when they are loaded."""
-    return unicodedata.normalize("NFC", answer or "") in references
-
-
-def group_metrics(judged, R, A):
-    """The metrics of one group. R, A [N]."""
-    group, N = judged.group, len(R)
-    # If the actor gives every answer a reward of exactly 0, it is too small for fp32.
-    nothing = R.max() == 0 and not (judged.scores and any(group.answers))
-    numbers = {
-        "reward": R.mean().item(),
-        "exact_match": sum(verbatim(a, group.problem.references) for a in group.answers) / N,
-        "answered": sum(bool(answer) for answer in group.answers) / N,  # an empty box is none
-        "answer_tokens": sum(box.answer_length for box in group.boxes if box and box.answer) / N,
-        "truncated": sum(group.truncated) / N,
-        "unique_answers": len({*group.answers} - {None, ""}),
-        "solution_tokens": sum(len(group.solution(i)) for i in range(N)) / N,
-        "completion_tokens": sum(len(ids) for ids in group.completions) / N,
-        "zero_advantage_groups": float(not A.any()),
-        "tiny_reward_groups": float(R.max() < TINY and not nothing),
-    }
-    if group.entropies:
-        numbers["entropy"] = sum(group.entropies) / N
-    if judged.right is not None:
-        numbers["right"] = judged.right.float().mean().item()
-    return numbers
-
-
-def means(described):
-    """The mean over the groups of a step."""
-    return {name: sum(of[name] for of in described) / len(described) for name in described[0]}
-
-
-def group_record(judged, **more):
-    """One group as a line of samples.jsonl or evaluations.jsonl: what was asked and sampled, and
-    what the judges said. more: what the script adds, such as its rewards."""
-    group, scores = judged.group, judged.scores
-    record = {
-        "question": group.problem.question,
-        # As scored: wordings that the tokenizer makes one are one (cer.score).
-        "references": list(scores.references if scores else group.problem.references),
-        "verifier": group.problem.verifier,
-        "texts": group.texts,
-        "answers": group.answers,  # null without a closed box
-        "truncated": group.truncated,
-        "tokens": [len(ids) for ids in group.completions],
-    }
-    if judged.right is not None:
-        record["right"] = judged.right.tolist()
-    if scores:
-        record |= {"distinct_answers": scores.distinct_answers, "columns": scores.columns}
-        for name in "log_W", "log_references", "log_P":
-            record[name] = getattr(scores, name).tolist()
-    return record | more
-
-
-def sample_table(lines, *more):
-    """Lines of group_record -> a DataFrame with a row for each sample, indexed by the line. more:
-    names of other lists of N."""
-    names = ["answers", "right", "truncated", *more]
-    samples = pandas.DataFrame(lines)[names].explode(names).infer_objects()
-    answers = samples.answers.fillna("")  # an empty box is no answer
-    samples["answered"] = answers != ""
-    samples["verbatim"] = [verbatim(a, lines[k]["references"]) for k, a in answers.items()]
-    return samples
-
-
-def say_grade(verifiers, directory):
-    """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
-    if "text" in verifiers:
-        grade = f"python grade.py {directory}"
-        print(f"`text` calls paraphrases wrong, which flatters exact and overlap: {grade}")
-
-
-def brief(x, digits=3):
-    """So many significant digits."""
-    text = f"{x:.{digits}g}"
-    return text.replace("0.", ".", 1) if abs(x) < 1 else text
-
-
-def with_error(mean, error):
-    """A mean and its standard error, which a single question does not have."""
-    return brief(mean) + ("" if error is None or math.isnan(error) else f" ± {brief(error, 2)}")
-
-
-def over_questions(shares):
-    """The mean of what each question has, and its standard error."""
-    return with_error(shares.mean(), shares.sem())
 
 
 def warning(numbers):
@@ -128,46 +42,6 @@ def warning(numbers):
         return f"most groups have no reward over {TINY:g}: shorten or demonstrate the references"
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "in every group all samples received the same reward, so this step had no gradient"
-
-
-# ------------------------------------------------------------------------------------------- pass@1
-
-
-def read_lines(directory):
-    """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
-    of a training run. Of these the first and the last are read."""
-    is_run = (directory / "config.json").exists()
-    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"))
-    require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
-    needed = {"question", "references", "answers", "right"}
-    whole = all(needed <= line.keys() for line in lines)
-    require(whole, f"{directory}: its lines lack some of {', '.join(sorted(needed))}")
-    for line in lines:
-        line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
-    return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
-
-
-def case_of(row):
-    """What is graded: a question with its references."""
-    return row["question"], tuple(row["references"])
-
-
-def say_pass_at_1(lines, by):
-    """Print pass@1 of each run, and its change from the first run. ±: standard errors over
-    questions; noise may reach two of them. The change is paired by question, which takes the
-    questions' own spread out of its error. Lines with the same question and references are one."""
-    of_lines = [(x["run"], repr(case_of(x)), sum(x["right"]) / len(x["right"])) for x in lines]
-    table = pandas.DataFrame(of_lines, columns=["run", "case", "share"])
-    table = table.pivot_table("share", "case", "run", sort=False)
-    print(f"\n{len(table)} questions, what is right by {by}:")
-    for run in table:
-        line = f"  {run}: pass@1 {over_questions(table[run])}"
-        if run != table.columns[0]:
-            line += f", change {over_questions(table[run] - table.iloc[:, 0])}"
-        print(line)
-
-
-# ------------------------------------------------------------------------------------------ the log
 
 
 class RunLog:
@@ -232,18 +106,16 @@ class RunLog:
 
     def step(self, step, judged, R, A, numbers):
         """Write a step and print it, and what is wrong with it. Its numbers are means over the
-        groups of all ranks."""
-        described = all_gather([group_metrics(*each) for each in zip(judged, R, A)])
-        line = {"step": step} | means(described) | numbers | {"seconds": self.seconds}
-        line["answer_tokens"] /= line["answered"] or 1  # the mean of the samples with an answer
-        sampled = line["completion_tokens"] * R.shape[1] * len(described)
-        line["tokens_per_second"] = sampled / sum(self.seconds.values())
-        self.append("metrics.jsonl", [line])
-        kept = [
-            group_record(each, step=step, R=R_group.tolist())
-            for each, R_group in zip(judged[:GROUPS_A_STEP], R)
+        samples of all ranks."""
+        lines = [
+            group_line(each, step=step, R=R_group.tolist(), A=A_group.tolist())
+            for each, R_group, A_group in zip(judged, R, A)
         ]
-        self.append("samples.jsonl", kept)
+        self.append("samples.jsonl", lines[:GROUPS_A_STEP])
+        samples = sample_table(all_gather(lines))
+        line = {"step": step} | of_step(samples) | numbers | {"seconds": self.seconds}
+        line["tokens_per_second"] = int(samples.tokens.sum()) / sum(self.seconds.values())
+        self.append("metrics.jsonl", [line])
         # The pace includes evaluations and checkpoints.
         pace = (time.perf_counter() - self.started) / (step - self.first_step + 1)
         eta = datetime.timedelta(seconds=round(pace * (self.last_step - step)))
@@ -264,5 +136,5 @@ class RunLog:
         print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
         if self.args.eval_dataset:
             lines = read_lines(self.out)
-            say_pass_at_1(lines, "the run's own verifier")
-            say_grade([line.get("verifier") for line in lines], self.out)
+            say_pass_at_1(sample_table(lines), "the run's own verifier")
+            say_grade(lines, self.out)

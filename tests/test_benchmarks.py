@@ -24,6 +24,7 @@ import judge
 import train
 from engine.tokens import vocabulary
 from runtime.files import read_rows
+from runtime.samples import sample_table
 from tasks import toy_model
 from tasks.data import Problem
 from tasks.prompts import encode_prompt
@@ -492,7 +493,7 @@ def test_who_asks_about_the_own_case_finds_what_is_shown():
 
 def test_the_printed_table_of_judge_is_that_of_its_samples(capsys):
     lines = read_rows(ROOT / "benchmarks/results/judge-example.jsonl")
-    judge.say_judgement([{"question": number} | line for number, line in enumerate(lines)])
+    judge.say_judgement(sample_table([{"question": k} | line for k, line in enumerate(lines)]))
     printed = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines())
     assert printed in (ROOT / "docs/running.md").read_text()
 

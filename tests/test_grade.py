@@ -16,13 +16,15 @@ import grade
 import judge
 import train
 from runtime.files import append_rows, read_rows
-from runtime.report import brief
+from runtime.samples import brief
 from tasks import general_verifier, toy
 
-A = {"Q0?": ["14.", "fourteen"], "Q1?": ["9", None], "Q2?": ["x", "y"]}
-B = {"Q0?": ["14 eggs", "Fourteen"], "Q1?": ["9 ", ""], "Q2?": ["y", "z"], "Q3?": ["w", "w"]}
+# In this order they are graded.
+A = {"Q2?": ["x", "y"], "Q1?": ["14.", "fourteen"], "Q0?": ["9", None]}
+B = {"Q2?": ["y", "z"], "Q1?": ["14 eggs", "Fourteen"], "Q0?": ["9 ", ""], "Q3?": ["w", "w"]}
 CLEAR = {f"Clear {k}?": ["5", "5."] for k in range(7)}
-REFERENCES = {"Q0?": ["0", "14"], "Q1?": ["9"], "Q2?": ["7"], "Q3?": ["8"]}
+REFERENCES = {"Q0?": ["9"], "Q1?": ["0", "14"], "Q2?": ["7"], "Q3?": ["8"]}
+BY_YOU = "questions, what is right by a/grades.jsonl"
 
 
 def write(name, answers):
@@ -71,50 +73,47 @@ def test_it_asks_only_what_is_in_doubt(user):
     assert code == 0 and out.startswith("2 questions have answers in doubt. Type"), out
     shown = re.findall(r"\d of 2:\n(.*)\nreference:\n  .*\n((?: +\d+  .*\n)+)", out)
     shown = {question: re.findall(r"\d  (.*)", lines) for question, lines in shown}
-    in_order = {"Q0?": ["14 eggs", "Fourteen"], "Q2?": ["x", "y", "z"]}
+    in_order = {"Q1?": ["14 eggs", "Fourteen"], "Q2?": ["x", "y", "z"]}
     assert {question: sorted(answers) for question, answers in shown.items()} == in_order
     assert shown["Q2?"] != in_order["Q2?"]  # a has x and y, b has y and z
     assert "reference:\n  0 or 14\n" in out
     said = {row["answer"]: row["right"] for row in read_rows("a/grades.jsonl")}
     assert said == {"Fourteen": True, "14 eggs": False, "x": True, "y": False, "z": True}
     a, b = [1, 0.5, 0.5, *[1] * 7], [0.5, 0.5, 0.5, *[1] * 7]
-    assert f"10 questions, what is right by you:\n  a: {by_hand(a)}\n  b: {by_hand(b)}" in out
+    assert f"10 {BY_YOU}:\n  a: {by_hand(a)}\n  b: {by_hand(b)}" in out
     error = statistics.stdev([y - x for x, y in zip(a, b)]) / 10**0.5
     assert f"change -.05 ± {brief(error, 2)}\n" in out
     assert f"by the run's own verifier:\n  a: {by_hand([0] * 10)}" in out
-    _, again = user("a b", right={"y"})  # nothing is asked again, nor by the table
-    _, table = user("b a --table --grades a/grades.jsonl")
-    assert "reference:" not in again + table and again.split("\n\n")[1:] == out.split("\n\n")[-2:]
-    assert f"  b: {by_hand(b)}\n  a: {by_hand(a)}" in table
+    _, again = user("a b", right={"y"})  # nothing is asked again
+    assert "reference:" not in again and again.split("\n\n")[1:] == out.split("\n\n")[-2:]
+    _, turned = user("b a --grades a/grades.jsonl")
+    assert f"  b: {by_hand(b)}\n  a: {by_hand(a)}" in turned and "reference:" not in turned
 
 
 def test_it_goes_on_where_it_stopped(user):
     """What is typed wrong is asked again. Of what comes after the stop nothing counts, not even
-    Q1, where nothing is in doubt. With other runs and another K the order is the same."""
+    Q0, where nothing is in doubt. With other runs and another K the order is the same."""
     write("a", A)
     write("b", B)
-    lines = grade.read_lines(Path("a")) + grade.read_lines(Path("b"))
-    order = [question for question, _ in grade.draw(lines, 3, seed=5)]
-    assert order == ["Q2?", "Q0?", "Q1?"]
-    code, out = user("b a --seed 5", replies="q\n")
+    code, out = user("b a", replies="q\n")
     assert not code and "b/grades.jsonl has no grades of these questions" in out
     for replies in "1 9\n\nq\n", "1 9\n\n":  # the end of a pipe
         Path("a/grades.jsonl").unlink(missing_ok=True)
-        code, out = user("a b --seed 5", replies=replies)
+        code, out = user("a b", replies=replies)
         assert code == 0 and out.count("expected the numbers") == 1 and "stopped; the same" in out
-        assert "1 questions, what is right by you" in out
-        assert {row["question"] for row in read_rows("a/grades.jsonl")} == {order[0]}
-        with open("a/grades.jsonl", "a") as file:
-            file.write('{"question": "Q0?", "ans')  # as a kill may leave it
-    code, out = user("b a --seed 5 --grades a/grades.jsonl", replies="q\n")
-    assert code == 0 and "1 of 1:\nQ0?" in out and "1 questions, what is right by you" in out
-    code, out = user("a --questions 2 --seed 5", replies="?\n")
-    rows = read_rows("a/grades.jsonl", log=True)
-    assert [row["question"] for row in rows if row["right"] is None] == [order[1]]
-    assert code == 0 and "1 questions, what is right by you" in out
-    code, out = user("a b --seed 5", right={"14 eggs"})  # of that one, what is new
+        assert f"1 {BY_YOU}" in out and {r["question"] for r in read_rows("a/grades.jsonl")} == {
+            "Q2?"
+        }
+    assert "2 questions are left out, from one with ungraded answers on: 'Q1?'" in out
+    code, out = user("b a --grades a/grades.jsonl", replies="q\n")
+    assert code == 0 and "1 of 1:\nQ1?" in out and f"1 {BY_YOU}" in out
+    code, out = user("a --questions 2", replies="?\n")
+    rows = read_rows("a/grades.jsonl")
+    assert [row["question"] for row in rows if row["right"] is None] == ["Q1?"]
+    assert code == 0 and f"1 {BY_YOU}" in out
+    code, out = user("a b", right={"14 eggs"})  # of that one, what is new
     assert code == 0 and out.count("  14 eggs\n") == 1 and "ourteen\n" not in out
-    assert "2 questions, what is right by you" in out  # Q1 too, but not what was left out
+    assert f"2 {BY_YOU}" in out  # Q0 too, but not what was left out
 
 
 def test_a_hostile_answer_cannot_reach_the_terminal(user):
@@ -145,7 +144,8 @@ def test_a_run_of_train_and_the_table_of_judge(user, script, finished_run, toy_m
         mean = brief(statistics.mean(sum(right) / len(right) for right in of_step))
         assert f"{finished_run} step {step}: pass@1 {mean} ±" in yours
         assert f"{finished_run} step {step}: pass@1 {mean} ±" in verifiers
-    assert by_verifier.split("all samples")[0] in out.split("j, what is right by you:\n")[1]
+    table = out.split("j, what is right by j/grades.jsonl:\n")[1]
+    assert by_verifier.split("all samples")[0] in table
 
 
 def test_scripts_name_it_where_the_truth_is_text(script, quick, toy_model_dir):
@@ -169,24 +169,23 @@ def test_a_model_grades(user, toy_model_dir, monkeypatch):
     write("b", B | CLEAR)
     monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 8)
     monkeypatch.setattr(grade, "AT_ONCE", 2)
-    flags = f"a b --by {toy_model_dir}"
-    code, out = user(flags)
+    code, out = user(f"a b --by {toy_model_dir}")
     assert code == 0 and out.count("2 of 2 replies hold no decision") == 2, out
-    rows = read_rows("a/grades.jsonl")
+    [path] = Path("a").glob("grades-model-??????.jsonl")
+    rows = read_rows(path)
     assert {row["answer"] for row in rows} == {"Fourteen", "14 eggs", "x", "y", "z"}
     assert not any(row["right"] for row in rows) and all(row["reply"] for row in rows)
-    [by] = {row["by"] for row in rows}
-    assert re.fullmatch(rf"{toy_model_dir} [0-9a-f]{{6}}", by)
     asked = mock.Mock(side_effect=grade.ask)
     monkeypatch.setattr(grade, "ask", asked)
-    assert user(flags)[0] == 0 and not asked.called  # all is in the file
+    assert user(f"a b --by {toy_model_dir}")[0] == 0 and not asked.called  # all is in the file
 
 
 @pytest.fixture
 def model_says(monkeypatch):
-    """model_says(accepts): a model that accepts these answers, and whom it was asked about."""
+    """model_says(seed, accepts): a model that accepts these answers, and whom it was asked about."""
 
-    def install(*accepts):
+    def install(seed, *accepts):
+        torch.manual_seed(seed)
         verifier = torch.nn.Linear(1, 1, bias=False)
         monkeypatch.setattr(grade, "load", lambda *_, **__: (verifier, None))
 
@@ -202,124 +201,85 @@ def model_says(monkeypatch):
 def test_how_often_you_agree_with_a_model(user, model_says):
     write("a", A | CLEAR)
     Path("p.txt").write_text("{question} {reference} {answer}?", encoding="utf-8")
-    asked = model_says("x")
+    asked = model_says(0, "x")
     code, out = user("a --by M --prompt p.txt")
-    assert code == 0 and re.search("what is right by M [0-9a-f]{6}:", out) and "agree" not in out
+    assert code == 0 and "what is right by a/grades-M-" in out and "agree" not in out
     assert asked.call_args.args[2] == "{question} {reference} {answer}?"
-    accepts = r"  M \w+ accepts {} of the {} that you calls {}\n".format
+    accepts = r"  a/grades-M-\w+.jsonl accepts {} of the {} that a/grades.jsonl calls {}\n".format
     for flags in "a", "a --by M --prompt p.txt":  # whoever graded last
         code, out = user(flags, right={"y"})
-        assert code == 0 and re.search(r"\nyou and M \w{6} agree on 1 of 3 answers\n", out)
+        assert code == 0 and re.search(r"\na/grades.jsonl and a/grades-M-.* agree on 1 of 3", out)
         assert re.search(accepts(0, 1, "right") + accepts(1, 2, "wrong"), out), out
-        assert "  'x' for '7': you says wrong\n" in out
-        assert "  'y' for '7': you says right\n" in out
+        assert "  'x' for '7': a/grades.jsonl says wrong\n" in out
+        assert "  'y' for '7': a/grades.jsonl says right\n" in out
 
 
-def test_a_grade_belongs_to_the_weights_and_the_prompt(user, model_says):
+def test_a_models_grades_belong_to_its_weights_and_the_prompt(user, model_says):
     write("a", A)
-    Path("p.txt").write_text("Is {answer} {reference}? {question}")
-    torch.manual_seed(0)
-    for edit, calls in (
-        (lambda: None, 1),
-        (lambda: torch.manual_seed(0), 0),  # the same weights, as a new start loads them
-        (lambda: torch.manual_seed(1), 1),
-        (lambda: Path("p.txt").write_text("{question}: {answer} for {reference}?"), 1),
-    ):
-        edit()
-        asked = model_says("x")
-        if calls:
-            seed = torch.initial_seed()
-        torch.manual_seed(seed)
+    prompts = "Is {answer} {reference}? {question}", "{question}: {answer} for {reference}?"
+    for seed, prompt, calls in (0, 0, 1), (0, 0, 0), (1, 0, 1), (1, 1, 1):
+        Path("p.txt").write_text(prompts[prompt])
+        asked = model_says(seed, "x")
         assert user("a --by M --prompt p.txt")[0] == 0 and asked.call_count == calls
-    assert len({row["by"] for row in read_rows("a/grades.jsonl")}) == 3
+    assert len([*Path("a").glob("grades-M-*.jsonl")]) == 3
 
 
-def test_the_newest_grade_counts_and_other_files_are_named(user):
-    write("A", {"Q0?": ["mother", "x"]})
-    write("B", {"Q0?": ["mother", "y"]})
-    assert user("B", right=())[0] == 0  # a mistake
-    code, out = user("A B", right={"mother"})
-    assert code == 0 and "B/grades.jsonl is not read" in out and "A: pass@1 .5" in out
-    assert user("B A --table --grades A/grades.jsonl")[1].count("pass@1 .5") == 2
-    rows = read_rows("B/grades.jsonl")
-    append_rows(Path("B/grades.jsonl"), [row | {"right": True} for row in rows])
-    assert "B: pass@1 1" in user("B --table")[1]
-    same = user("B B/ --table --grades ./B/grades.jsonl")[1]
-    assert same.count("B: pass@1 1") == 1 and "is not read" not in same
-    write("C", {"Q1?": ["mother"]})
-    assert "you: 1 of 1 questions are left out" in user("C --table --grades B/grades.jsonl")[1]
-
-
-def test_a_file_of_grades_is_only_appended_to(user, monkeypatch):
-    """By several processes at once. The last line counts with and without its end."""
-    write("a", A)
-    assert user("a", right={"x"})[0] == 0
-    path = Path("a/grades.jsonl")
-    path.write_text(path.read_text().rstrip("\n"))
-    before = path.read_text()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", mock.Mock(side_effect=PermissionError))
-        code, table = user("a --table")
-    assert code == 0 and "3 questions, what is right by you" in table and path.read_text() == before
-    one, other = grade.Grades(path), grade.Grades(path)
-    one.save(("Q?", ("r",)), "v", True, "ann"), other.save(("Q?", ("r",)), "v", False, "bo")
-    assert [row["by"] for row in read_rows(path)][-3:] == ["you", "ann", "bo"]
-    assert path.read_text().startswith(before + "\n")
+def test_the_last_grade_counts_and_a_second_person_has_a_second_file(user):
+    write("a", {"Q0?": ["mother", "x"]})
+    assert "a: pass@1 0" in user("a", right=())[1]  # a mistake
+    rows = read_rows("a/grades.jsonl")
+    append_rows(Path("a/grades.jsonl"), [rows[0] | {"right": True, "note": "ask Ann"}])
+    assert "a: pass@1 .5" in user("a")[1]
+    write("c", {"Q1?": ["mother"]})
+    assert "1 questions are left out" in user("c --grades a/grades.jsonl", replies="q\n")[1]
+    code, out = user("a --grades a/grades-ann.jsonl", right={"x", "mother"})
+    assert code == 0 and "a/grades.jsonl and a/grades-ann.jsonl agree on 1 of 2 answers" in out
 
 
 def test_the_verifier_is_read_on_the_rows_that_are_graded(user):
     """Not on others with the same question."""
     write("a", {"Q0?": ["v", "w"], "Q1?": ["v", "w"]})
-    rows = read_rows("a/samples.jsonl")
-    rows = [row | {"right": [True, False]} for row in rows]
+    rows = [row | {"right": [True, False]} for row in read_rows("a/samples.jsonl")]
     rows.append(rows[0] | {"references": ["other"], "right": [False, False]})
     Path("a/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    order = list(grade.draw(grade.read_lines(Path("a")), 9, 0))
-    code, out = user("a", replies="".join("?\n" if r == ("other",) else "\n" for _, r in order))
-    assert code == 0 and "2 questions, what is right by you:\n  a: pass@1 0 ± 0\n" in out
+    order = grade.in_doubt(grade.draw([row | {"run": "a"} for row in rows], 9))
+    code, out = user("a", replies="".join("?\n" if "other" in case else "\n" for case in order))
+    assert code == 0 and f"2 {BY_YOU}:\n  a: pass@1 0 ± 0\n" in out
     assert "2 questions, what is right by the run's own verifier:\n  a: pass@1 .5 ± 0\n" in out
 
 
-def test_two_people_have_names(user):
-    write("a", A)
-    assert user("a --name ann", right={"x"})[0] == 0
-    code, out = user("a --name bo", right={"y"})
-    assert code == 0 and "bo and ann agree on 1 of 3 answers" in out, out
-    for name in "verifier", "question", "key":  # no name is taken
-        assert f"by {name}:" in user(f"a --name {name}", right={"y"})[1]
+GRADE = {"question": "Q0?", "references": ["9"], "answer": "v"}
+REFUSED = [  # flags, what the line says
+    ("a c", "grade.py: no question is in all of these directories with the same references"),
+    ("empty", "empty has no evaluation"),
+    ("a --grades g.parquet", "--grades g.parquet: expected a file .jsonl"),
+    ("a --grades b/c/g.jsonl", "in a directory that is there"),
+    ("a --by M --prompt few.txt", "few.txt needs {question}, {reference}"),
+    ("a --by M --prompt odd.txt", "cannot read the prompt odd.txt"),
+    ("b", "b: its lines lack some of answers, question, references, right"),
+    ("a --grades lacks.jsonl", "lacks.jsonl, row 1: expected a grade of grade.py ('right')"),
+    ("a --grades no.jsonl", "no.jsonl, row 1: expected a grade of grade.py (right is 'no')"),
+    ("a --grades older.jsonl", "older.jsonl, row 1: expected a grade of grade.py (each grader has"),
+]
 
 
-def test_what_cannot_be_read_is_one_line(user):
+@pytest.mark.parametrize("flags, says", REFUSED)
+def test_what_cannot_be_read_is_one_line(user, flags, says):
     write("a", {"Q0?": ["v"]})
-    grades = [{"question": "Q0?", "references": ["0", "14"], "answer": "v", "by": "you"}]
-    for more in {}, {"right": "no"}:
-        Path("a/grades.jsonl").unlink(missing_ok=True)
-        append_rows(Path("a/grades.jsonl"), [grades[0] | more])
-        code, out = user("a --table")
-        assert code == 2 and "a/grades.jsonl, row 1: expected a grade" in out, out
+    write("c", {"Q3?": ["w"]})
     for name, rows in ("b", [{"question": "Q?"}]), ("empty", []):
         Path(name).mkdir()
         append_rows(Path(name) / "samples.jsonl", rows)
-    write("c", {"Q3?": ["w"]})
+    for name, more in (
+        ("lacks", {}),
+        ("no", {"right": "no"}),
+        ("older", {"right": True, "by": "M 123456"}),
+    ):
+        append_rows(Path(f"{name}.jsonl"), [GRADE | more])
     Path("few.txt").write_text("{question} {answer}")
     Path("odd.txt").write_bytes(b"\xff")
-    for flags, says in [
-        ("a c", "grade.py: no question is in all of these directories with the same references"),
-        ("empty", "empty has no evaluation"),
-        ("a --grades g.parquet", "--grades g.parquet: expected a file .jsonl"),
-        ("a --grades b/c/g.jsonl", "in a directory that is there"),
-        ("a --by M --prompt few.txt", "few.txt needs {question}, {reference}"),
-        ("a --by M --prompt odd.txt", "cannot read the prompt odd.txt"),
-        ("b", "b: its lines lack some of answers, question, references, right"),
-    ]:
-        code, out = user(flags)
-        assert code == 2 and says in out, out
-    Path("a/grades.jsonl").write_text('{"question": "Q')  # a kill in the first save
-    assert user("a", right={"v"})[0] == user("a --table")[0] == 0
-    assert len(Path("a/grades.jsonl").read_text().splitlines()) == 2
-    Path("a/grades.jsonl").unlink()
-    append_rows(Path("a/grades.jsonl"), [grades[0] | {"right": True, "note": "ask Ann"}])
-    assert user("a --table")[0] == 0
+    code, out = user(flags)
+    assert code == 2 and says in out, out
 
 
 def test_a_byte_that_is_not_utf_8_is_asked_again(script, monkeypatch):

@@ -16,6 +16,8 @@ import judge
 import plot
 import train
 from runtime.files import read_rows
+from runtime.samples import sample_table
+from tasks.data import load_problems
 
 FLAGS = "--dataset toy-test --max-new-tokens 32 --out j"
 
@@ -51,7 +53,7 @@ def test_too_few_questions_give_no_interval(capsys):
             line["truncated"] = [False] * 3
             line["right"] = [True, False, False] if number < k else [others] * 3
             lines.append(line | {"rewards": {"cer": [0.4, 0.1 + 0.04 * number, 0.0]}})
-        table = judge.say_judgement(lines)
+        table = judge.say_judgement(sample_table(lines))
         printed = capsys.readouterr()
         assert f"{k} questions have both" in printed.out and printed.err == ""
         assert "nan" not in printed.out and (table["AUC"].isna().all()) == (k == 0)
@@ -64,7 +66,7 @@ def test_its_table_is_what_its_samples_say(script, tmp_path, toy_model_dir, rank
     finish(start_ranks(ranks, run_in, tmp_path, judge.main, flags))
     assert "11 questions, 66 samples: answered" in Path("log-0").read_text()
     rows, table = read_rows("j/samples.jsonl"), json.loads((tmp_path / "j/judge.json").read_text())
-    questions = [problem.question for problem in judge.load_problems("toy-test", 11)]
+    questions = [problem.question for problem in load_problems("toy-test", 11)]
     assert [row["question"] for row in rows] == questions
     assert list(table) == ["cer", "exact", "verifree"]
     for name, line in table.items():
@@ -145,8 +147,10 @@ def test_lines_with_other_rewards_have_those_of_all(capsys):
     row |= {"right": [True, False], "truncated": [False, False]}
     row["rewards"] = {"cer": [0.4, 0.1], "asked": [0.9, 0.2]}
     longer = row | {name: row[name] * 2 for name in ("answers", "right", "truncated")}
-    table = judge.say_judgement([row, longer | {"rewards": {"cer": [0.4, 0.1, 0.4, 0.1]}}])
+    longer["rewards"] = {"cer": [0.4, 0.1, 0.4, 0.1]}
+    table = judge.say_judgement(sample_table([row, longer]))
     out = capsys.readouterr().out
     assert [*table.index] == ["cer"] and "left out, since some questions lack them: asked" in out
     assert "\n1 questions, 6 samples: answered 1, right .5, verbatim .5, truncated 0\n1 q" in out
-    assert judge.say_judgement([row, row | {"rewards": {"exact": [1.0, 0.0]}}, {}]) is None
+    others = [row, row | {"rewards": {"exact": [1.0, 0.0]}}]
+    assert judge.say_judgement(sample_table(others)) is None

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import group_of, steps_of
+from conftest import group_of, steps_of, tiny_model
 
 import train
-from reward_functions import Judged
+from reward_functions import Judged, judge
 from runtime import cli, report
 from runtime.files import append_rows
+from runtime.samples import group_line, of_step, sample_table
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
 HEALTHY |= {"tiny_reward_groups": 0.5}
@@ -31,13 +32,20 @@ def test_a_warning_names_the_cause(numbers, says):
     assert re.search(says, str(report.warning(HEALTHY | numbers)))
 
 
-def test_a_groups_numbers_by_hand(tokenizer):
-    texts = [r"so \boxed{7}", r"\boxed{}", "no box", r"3*4 \boxed{12} eggs", r"\boxed{7}"]
-    group = group_of(tokenizer, texts, "7")
+TEXTS = [r"so \boxed{7}", r"\boxed{}", "no box", r"3*4 \boxed{12} eggs", r"\boxed{7}"]
+
+
+def step_of(group, R, A, **judged):
+    """What metrics.jsonl says of one group."""
+    judged = Judged(group, **{"scores": None, "right": None} | judged)
+    return of_step(sample_table([group_line(judged, R=R, A=A)]))
+
+
+def test_a_steps_numbers_by_hand(tokenizer):
+    group = group_of(tokenizer, TEXTS, "7")
     cut_off, entropies = [False, False, True, False, False], [1.0, 2.0, 3.0, 4.0, 5.0]
     group = dataclasses.replace(group, truncated=cut_off, entropies=entropies)
-    R, right = torch.tensor([0.5, 0, 0, 0.25, 0]), torch.tensor([True, False, False, False, False])
-    judged, plain = Judged(group, None, right), Judged(group, None, None)
+    R, right = [0.5, 0.0, 0.0, 0.25, 0.0], torch.tensor([True, False, False, False, False])
     of_completion = [len(ids) for ids in group.completions]
     expected = {"reward": 0.15, "exact_match": 0.4, "answered": 0.6, "truncated": 0.2}
     expected |= {"zero_advantage_groups": 0, "tiny_reward_groups": 0, "right": 0.2, "entropy": 3}
@@ -45,16 +53,20 @@ def test_a_groups_numbers_by_hand(tokenizer):
     of_solution += [len(tokenizer.encode(s)) for s in (r"3*4 \boxed", r"\boxed")]
     of_solution[2] = of_completion[2]  # all of it, with the stop token
     expected |= {"completion_tokens": sum(of_completion) / 5, "unique_answers": 2}
-    expected |= {"solution_tokens": sum(of_solution) / 5, "answer_tokens": 4 / 5}  # 7, "", 12, 7
-    assert report.group_metrics(judged, R, R - 0.1) == pytest.approx(expected)
-    assert report.group_metrics(plain, R, 0 * R)["zero_advantage_groups"] == 1
-    several = Judged(group_of(tokenizer, texts, ["seven", "7", "12"]), None, None)
-    assert report.group_metrics(several, R, R)["exact_match"] == pytest.approx(0.6)
-    assert report.means([{"a": 1, "b": 2}, {"a": 3, "b": 4}]) == {"a": 2, "b": 3}
-    for scale, share in (1e-9, 1), (1e-3, 0), (0.0, 0):
-        assert report.group_metrics(plain, R * scale, R)["tiny_reward_groups"] == share
-    scored = dataclasses.replace(plain, scores="of the actor")
-    assert report.group_metrics(scored, 0 * R, 0 * R)["tiny_reward_groups"] == 1  # underflow
+    expected |= {"solution_tokens": sum(of_solution) / 5, "answer_tokens": 4 / 3}  # of 7, 12, 7
+    assert step_of(group, R, [0.1, 0, 0, 0, 0], right=right) == pytest.approx(expected)
+    several = group_of(tokenizer, TEXTS, ["seven", "7", "12"])
+    assert step_of(several, R, R)["exact_match"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("scale, share", [(1e-9, 1), (1e-3, 0), (0.0, 0)])
+def test_tiny_rewards_are_counted_but_not_those_that_nobody_gave(tokenizer, scale, share):
+    group = group_of(tokenizer, TEXTS, "7")
+    numbers = step_of(group, [0.5 * scale, 0, 0, 0.25 * scale, 0], [0] * 5)
+    assert (numbers["tiny_reward_groups"], numbers["zero_advantage_groups"]) == (share, 1)
+    [scored] = judge([group], {"actor"}, tiny_model(len(tokenizer)), tokenizer)
+    numbers = step_of(group, [0] * 5, [0] * 5, scores=scored.scores)
+    assert numbers["tiny_reward_groups"] == 1  # underflow
 
 
 def test_a_log_has_a_line_a_step(finished_run):

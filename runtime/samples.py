@@ -1,0 +1,142 @@
+"""The samples of a run: in its files a line for each group, and from these one table with a row for
+each sample. What a sample is (answered, verbatim, right, ...) is derived there and nowhere else."""
+
+import json
+import unicodedata
+
+import pandas
+
+from runtime.cli import require
+from runtime.files import read_rows
+
+TINY = 1e-6  # rewards below this teach next to nothing
+OF_SAMPLES = "answers truncated tokens solution_tokens answer_tokens entropies right R A".split()
+
+
+def verbatim(answer, references):
+    """Whether an answer is one of the references, which are composed (NFC) when they are loaded."""
+    return unicodedata.normalize("NFC", answer or "") in references
+
+
+def group_line(judged, **more):
+    """One group as a line of samples.jsonl or evaluations.jsonl: what was asked and sampled, and
+    what the judges said. more: what the script adds, such as its rewards."""
+    group, scores = judged.group, judged.scores
+    line = {
+        "question": group.problem.question,
+        # As scored: wordings that the tokenizer makes one are one (cer.score).
+        "references": list(scores.references if scores else group.problem.references),
+        "verifier": group.problem.verifier,
+        "texts": group.texts,
+        "answers": group.answers,  # null without a closed box
+        "truncated": group.truncated,
+        "tokens": [len(ids) for ids in group.completions],
+        "solution_tokens": [len(group.solution(i)) for i in range(len(group.texts))],
+        "answer_tokens": [box.answer_length if box else 0 for box in group.boxes],
+    }
+    if group.entropies:
+        line["entropies"] = group.entropies
+    if judged.right is not None:
+        line["right"] = judged.right.tolist()
+    if scores:
+        line |= {"distinct_answers": scores.distinct_answers, "columns": scores.columns}
+        for name in "log_W", "log_references", "log_P":
+            line[name] = getattr(scores, name).tolist()
+    return line | more
+
+
+def sample_table(lines):
+    """Lines of group_line -> a DataFrame with a row for each sample, and a column for each reward.
+    `line` is the number of its line, and `case` what it answers: a question and its references."""
+    rows = []
+    for number, line in enumerate(lines):
+        case = json.dumps([line["question"], line["references"]])
+        own = {"line": number, "case": case, "run": line.get("run"), "scored": "log_W" in line}
+        lists = {name: line[name] for name in OF_SAMPLES if name in line} | line.get("rewards", {})
+        for values in zip(*lists.values()):
+            row = own | dict(zip(lists, values))
+            row["answers"] = row["answers"] or ""  # an empty box is no answer
+            row["answered"] = row["answers"] != ""
+            row["verbatim"] = verbatim(row["answers"], line["references"])
+            rows.append(row)
+    return pandas.DataFrame(rows)
+
+
+def of_questions(samples):
+    """pass@1, which is the mean over questions of the share of right samples, and its standard
+    error, which a single question does not have."""
+    shares = samples.groupby("line").right.mean()
+    return shares.mean(), shares.sem() if len(shares) > 1 else None
+
+
+def of_step(samples):
+    """What a line of metrics.jsonl says of the samples of a step."""
+    answered, by_line = samples[samples.answered], samples.line
+    best = samples.R.groupby(by_line).max()
+    # Where an actor gives every answer a reward of exactly 0, it is too small for fp32.
+    is_reward = (best > 0) | (samples.answered & samples.scored).groupby(by_line).any()
+    numbers = {
+        "reward": samples.R.mean(),
+        "exact_match": samples.verbatim.mean(),
+        "answered": samples.answered.mean(),
+        "answer_tokens": answered.answer_tokens.mean() if len(answered) else 0.0,
+        "truncated": samples.truncated.mean(),
+        "unique_answers": samples.answers.where(samples.answered).groupby(by_line).nunique().mean(),
+        "solution_tokens": samples.solution_tokens.mean(),
+        "completion_tokens": samples.tokens.mean(),
+        "zero_advantage_groups": (samples.A == 0).groupby(by_line).all().mean(),
+        "tiny_reward_groups": ((best < TINY) & is_reward).mean(),
+    }
+    for name, column in ("entropy", "entropies"), ("right", "right"):
+        if column in samples:
+            numbers[name] = samples[column].mean()
+    return {name: float(value) for name, value in numbers.items()}
+
+
+# ------------------------------------------------------------------------------------------ in words
+
+
+def brief(x, digits=3):
+    """So many significant digits."""
+    text = f"{x:.{digits}g}"
+    return text.replace("0.", ".", 1) if abs(x) < 1 else text
+
+
+def with_error(mean, error):
+    """A mean and its standard error, which a single question does not have."""
+    return brief(mean) + ("" if pandas.isna(error) else f" ± {brief(error, 2)}")
+
+
+def read_lines(directory):
+    """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
+    of a training run. Of these the first and the last are read."""
+    is_run = (directory / "config.json").exists()
+    lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"))
+    require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
+    needed = {"question", "references", "answers", "right"}
+    whole = all(needed <= line.keys() for line in lines)
+    require(whole, f"{directory}: its lines lack some of {', '.join(sorted(needed))}")
+    for line in lines:
+        line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
+    return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
+
+
+def say_pass_at_1(samples, by):
+    """Print pass@1 of each run, and its change from the first run. ±: standard errors over
+    questions; noise may reach two of them. The change is paired by question, which takes the
+    questions' own spread out of its error. Lines with the same question and references are one."""
+    shares = samples.pivot_table("right", "case", "run", sort=False)
+    print(f"\n{len(shares)} questions, what is right by {by}:")
+    for run in shares:
+        line = f"  {run}: pass@1 {with_error(shares[run].mean(), shares[run].sem())}"
+        if run != shares.columns[0]:
+            change = shares[run] - shares.iloc[:, 0]
+            line += f", change {with_error(change.mean(), change.sem())}"
+        print(line)
+
+
+def say_grade(lines, directory):
+    """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
+    if "text" in {line.get("verifier") for line in lines}:
+        grade = f"python grade.py {directory}"
+        print(f"`text` calls paraphrases wrong, which flatters exact and overlap: {grade}")
