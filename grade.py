@@ -61,7 +61,9 @@ def draw(lines, count):
 def in_doubt(samples, grades=()):
     """{case: {key: answer}}: the answers, shuffled, that are neither empty nor equal to a reference
     nor graded."""
-    doubtful = samples[samples.answered & ~samples.known].drop_duplicates(["case", "key"], keep="last")
+    doubtful = samples[samples.answered & ~samples.known].drop_duplicates(
+        ["case", "key"], keep="last"
+    )
     todo = {}
     for case, own in doubtful.groupby("case", sort=False):
         pairs = sorted(zip(own.key, own.answers))
@@ -96,7 +98,9 @@ def by_grades(samples, grades, name):
     if ungraded := in_doubt(samples, grades):
         end = samples.index[samples.case == next(iter(ungraded))][0]
         rest, samples = samples[end:], samples[:end]
-        left_out = f"{rest.case.nunique()} questions are left out, from one with ungraded answers on"
+        left_out = (
+            f"{rest.case.nunique()} questions are left out, from one with ungraded answers on"
+        )
         cli.say(f"{name}: {left_out}: {json.loads(rest.case[end])[0]!r:.60}")
     samples = samples.assign(
         right=[

@@ -124,44 +124,39 @@ PANELS = {  # name in metrics.jsonl: title
     "truncated": "samples that were cut off",
     "entropy": "entropy, nats per token",
 }
-SHARES = {"pass_at_1", "zero_advantage_groups", "answered", "truncated"}
 
 
 def draw_curves(runs, names, out):
-    """Draw one panel per metric. Runs with the same name differ in the seed. All metrics except
-    pass@1 are averaged over the last ten steps, or over all of a shorter run."""
+    """Draw one panel per metric. Runs with the same name differ in the seed: a line is their mean,
+    and its band goes from the lowest to the highest. That of a single seed is 1.96 standard errors,
+    if they were logged. All metrics except pass@1 are means over the last ten steps."""
     tables = [pandas.DataFrame(read_log(run / "metrics.jsonl")) for run in runs]
     tables = [table.groupby("step").first() for table in tables]  # an evaluation is a line, too
-    window = max(1, min(10, *(table.index.max() for table in tables)))
     panels = [key for key in PANELS if any(key in table for table in tables)]
     height = math.ceil(len(panels) / 4)
     figure = plt.figure(figsize=(13, 3.1 * height), layout="constrained")
     for place, key in enumerate(panels, start=1):
-        axis, smooth = figure.add_subplot(height, 4, place), 1 if key == "pass_at_1" else window
-        for number, name in enumerate(dict.fromkeys(names)):
+        axis = figure.add_subplot(height, 4, place, title=PANELS[key], xlabel="step")
+        for name in dict.fromkeys(names):
             seeds = [table for table, of in zip(tables, names) if of == name and key in table]
             if seeds:
-                draw_seeds(axis, seeds, key, smooth, name, f"C{number}")
-        # A share of .003 that filled the whole panel would look like an alarm.
-        top = max(axis.dataLim.y1, 0.1 if key in SHARES else 1e-3)
-        axis.set(title=PANELS[key], ylim=(-0.02 * top, 1.04 * top))
-        axis.set_xlabel(f"step (mean of {window})" if smooth > 1 else "step (band: 95%, or seeds)")
+                draw_seeds(axis, seeds, key, name)
+        axis.set_ylim(bottom=0)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     save(figure, out)
 
 
-def draw_seeds(axis, tables, key, smooth, label, color):
-    """Draw the mean of the seeds at the steps that all of them have, and a band from the lowest to
-    the highest. The band of a single seed is 1.96 standard errors, if they were logged."""
+def draw_seeds(axis, tables, key, label):
+    """Draw the mean of the seeds at the steps that all of them have, and a band."""
     curves = [table[key].astype(float).dropna() for table in tables]
     y = pandas.concat(curves, axis=1, join="inner")  # [steps, seeds]
-    y = y.rolling(smooth, min_periods=min(smooth, len(y))).mean().dropna()
+    y = y.rolling(1 if key == "pass_at_1" else min(10, len(y))).mean().dropna()
     mean, low, high = y.mean(axis=1), y.min(axis=1), y.max(axis=1)
     if len(tables) == 1 and f"{key}_stderr" in tables[0]:
         error = 1.96 * tables[0][f"{key}_stderr"][y.index].astype(float)
         low, high = mean - error, mean + error
-    axis.plot(mean, label=label, marker="o" if len(mean) == 1 else None, color=color)
-    axis.fill_between(y.index, low, high, alpha=0.2, linewidth=0, color=color)
+    [line] = axis.plot(mean, label=label, marker="o" if len(mean) == 1 else None)
+    axis.fill_between(y.index, low, high, alpha=0.2, linewidth=0, color=line.get_color())
 
 
 def read_log(path):
@@ -172,11 +167,11 @@ def read_log(path):
 
 def names_of(runs):
     """Name each run by its reward and by the other flags in which the runs differ, except seed."""
-    flags = pandas.DataFrame([read_config(run)["flags"] for run in runs], dtype=object)
-    differ = [name for name in flags if flags[name].map(repr).nunique() > 1]
+    flags = [read_config(run)["flags"] for run in runs]
+    differ = [name for name in flags[0] if len({repr(of.get(name)) for of in flags}) > 1]
+    differ = [name for name in differ if name not in ("reward", "seed")]
     return [
-        ", ".join([row.reward, *(f"{n} {row[n]}" for n in differ if n not in ("reward", "seed"))])
-        for _, row in flags.iterrows()
+        ", ".join([of["reward"], *(f"{name} {of.get(name)}" for name in differ)]) for of in flags
     ]
 
 

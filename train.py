@@ -22,7 +22,7 @@ from engine.checkpoints import (
     save_checkpoint,
 )
 from engine.load import add_flags, check_sampling, load
-from engine.memory import check_disk, is_crowded, plan_memory
+from engine.memory import check_disk, moments_can_leave, plan_memory
 from engine.policy import check_training, copy_weights, make_policy, moments_on_host
 from evaluate import evaluate
 from reward_functions import REWARDS, R_by_name, check_asked, judge
@@ -43,29 +43,12 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     cli.require(args.questions >= world, f"--questions must be at least {world}, one per rank")
 
-    # The questions, and a directory for the run.
-    problems = load_problems(args.dataset, verifier=args.verifier)
-    held_out = []
-    if args.eval_dataset:
-        held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
+    # Questions, a directory for the run, and the actor, which samples and scores.
+    problems, held_out = load_questions(args)
     out = open_run_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
-
-    # The actor samples and scores.
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
-    kind = dict(dtype=args.dtype, sampler=args.sampler)
-    actor, tokenizer = load(model_path, device, check_sampling, check_scoring, **kind)
-    reward = REWARDS[args.reward]
-    other = None  # another model that judges
-    if "general-verifier" in reward.judges:
-        other = load(args.verifier_model or GENERAL_VERIFIER, device, **kind)
-    elif "asked" in reward.judges and args.verifier_model:
-        other = load(args.verifier_model, device, check_scoring, **kind)
-    tokens, most = args.max_new_tokens, args.max_prompt_tokens
-    problems, longest = usable_prompts(actor, tokenizer, problems, args.dataset, tokens, most)
-    if held_out:
-        held_out, _ = usable_prompts(actor, tokenizer, held_out, args.eval_dataset, tokens)
-    if "asked" in reward.judges:
-        check_asked(problems, other or (actor, tokenizer), tokens)
+    (actor, tokenizer), other = load_models(args, model_path, device)
+    problems, held_out, longest = fit_questions(args, problems, held_out, actor, tokenizer, other)
 
     # A resumed run keeps its data and its flags.
     data = fingerprint(problems, held_out, tokenizer.chat_template, other)
@@ -78,25 +61,25 @@ def main():
     budget, offload, memory = plan_memory(actor, longest, args.microbatch_tokens, args.cpu_offload)
     disk = check_disk(actor, out, min(args.keep, last_step))
     policy, optimizer = make_policy(model_path, offload, actor.dtype)
-    crowded = is_crowded(actor, offload, args.questions * args.samples // world, longest)
+    crowded = moments_can_leave(actor, offload)
     first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
     copy_weights(policy, actor)
     check_training(policy, actor)
 
-    # The log, and the order of the questions.
     cut_logs(out)
     log = RunLog(out, args, data, first_step, last_step)
     log.header(actor, problems, f"{memory}\n{disk}")
     show_first(tokenizer, problems, args.dataset)
     if held_out:
         show_first(tokenizer, held_out, args.eval_dataset)
-    order = in_epochs(problems, last_step * args.questions, args.seed)
+    reward, order = REWARDS[args.reward], in_epochs(problems, last_step * args.questions, args.seed)
+    evaluating = actor, tokenizer, held_out, args.eval_runs, args.max_new_tokens, args.seed
     stop = Stop()
 
     # Evaluate before the first step. A resumed run repeats what came after its checkpoint.
     step = first_step - 1
     if held_out and (step % args.eval_every == 0 or step == last_step):
-        log.evaluated(step, *evaluation(actor, tokenizer, held_out, args))
+        log.evaluated(step, *evaluate(*evaluating))
 
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
@@ -134,11 +117,11 @@ def main():
         last, stopping = step == last_step, stop.after(grad_norm)
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
         log.step(step, judged, R, A, numbers)
-        evaluating = held_out and (last or (step % args.eval_every == 0 and not stopping))
-        if last or stopping or evaluating or step % args.save_every == 0:
+        due = held_out and (last or (step % args.eval_every == 0 and not stopping))
+        if last or stopping or due or step % args.save_every == 0:
             save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
-        if evaluating:
-            log.evaluated(step, *evaluation(actor, tokenizer, held_out, args))
+        if due:
+            log.evaluated(step, *evaluate(*evaluating))
         if stopping:
             break
 
@@ -151,20 +134,43 @@ def main():
     log.summary()
 
 
-# ------------------------------------------------------------------------------- parts of the loop
+# ----------------------------------------------------------------------------- before the loop
+
+GENERAL_VERIFIER = "TIGER-Lab/general-verifier"
 
 
-def evaluation(actor, tokenizer, problems, args):
-    """evaluate() with the flags of this run."""
-    sampling = dict(temperature=args.eval_temperature, top_p=args.eval_top_p, top_k=args.eval_top_k)
-    runs, tokens = args.eval_runs, args.max_new_tokens
-    return evaluate(actor, tokenizer, problems, runs, tokens, args.seed, **sampling)
+def load_questions(args):
+    """-> the problems to train on, and those that are held out, if there are any."""
+    problems, held_out = load_problems(args.dataset, verifier=args.verifier), []
+    if args.eval_dataset:
+        held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
+    return problems, held_out
+
+
+def load_models(args, model_path, device):
+    """-> the actor, and another model that judges, or None: each with its tokenizer."""
+    judges, kind = REWARDS[args.reward].judges, dict(dtype=args.dtype, sampler=args.sampler)
+    actor = load(model_path, device, check_sampling, check_scoring, **kind)
+    if "general-verifier" in judges:
+        return actor, load(args.verifier_model or GENERAL_VERIFIER, device, **kind)
+    if "asked" in judges and args.verifier_model:
+        return actor, load(args.verifier_model, device, check_scoring, **kind)
+    return actor, None
+
+
+def fit_questions(args, problems, held_out, actor, tokenizer, other):
+    """Leave out what does not fit the models -> problems, held_out, and the tokens of the longest
+    row to train on."""
+    tokens, most = args.max_new_tokens, args.max_prompt_tokens
+    problems, longest = usable_prompts(actor, tokenizer, problems, args.dataset, tokens, most)
+    if "asked" in REWARDS[args.reward].judges:
+        check_asked(problems, other or (actor, tokenizer), tokens)
+    if held_out:
+        held_out, _ = usable_prompts(actor, tokenizer, held_out, args.eval_dataset, tokens)
+    return problems, held_out, longest
 
 
 # -------------------------------------------------------------------------------------------- flags
-
-
-GENERAL_VERIFIER = "TIGER-Lab/general-verifier"
 
 # What a resumed run may change. The other flags define the run and how it is measured.
 MAY_CHANGE = "out resume steps epochs sampler microbatch_tokens cpu_offload".split()
@@ -197,15 +203,12 @@ def make_parser():
     add("--microbatch-tokens", type=count, help="(default: as many as fit)")
     add("--cpu-offload", action="store_true", help="policy and Adam in CPU memory; auto if needed")
     add("--seed", type=int, default=0, help="random seed of data order and samples")
-    # Evaluation.
+    # Evaluation: samples as in training. (evaluate.py has the paper's settings.)
     add("--eval-dataset", help="a name or a file, as for --dataset (default: no evaluation)")
     when = "steps between evaluations, of which one is before the first step and one at the end"
     add("--eval-every", type=count, default=50, help=when)
     add("--eval-limit", type=count, help="evaluate only the first K questions")
     add("--eval-runs", type=count, default=1, help="evaluation samples per question")
-    add("--eval-temperature", type=cli.number(float, 0), default=0.6, help="0 is greedy")
-    add("--eval-top-p", type=cli.number(float, 1e-6, 1), default=0.95, help="1 turns it off")
-    add("--eval-top-k", type=cli.number(int, 0), default=20, help="0 turns it off")
     # Files.
     add("--out", help="new directory for the run (default: runs/TIME-DATASET-REWARD-PID)")
     add("--save-every", type=count, default=100, help="steps between checkpoints")

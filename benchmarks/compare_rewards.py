@@ -43,7 +43,7 @@ REWARDS = ["cer", "exact", "verifree", "rule", "rule+cer"]
 KNOWN = {*REWARDS, "overlap+cer"}
 TOY_RECIPE = "--lr {lr} --lr-end {lr_end}".format(**toy_model.LEARNING_RATE)
 REAL_RECIPE = "--questions 16 --samples 4 --lr 1e-5 --max-new-tokens 40 --keep 6 --eval-limit 50"
-REAL_RECIPE += " --eval-runs 2 --eval-every 10 --eval-temperature 1 --eval-top-p 1 --eval-top-k 0"
+REAL_RECIPE += " --eval-runs 2 --eval-every 10"
 # A real model is evaluated on 50 questions while it is trained, and on all 200 after two thirds of
 # its steps and at the end.
 WHOLE = "--runs 4 --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 40"

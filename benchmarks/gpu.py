@@ -200,7 +200,8 @@ def updating(model, tokenizer, length, repeats, rows=16):
     """Time one optimizer step of the sharded fp32 policy, and compare its memory, from its making
     on, with the program's estimate."""
     tokens, on_gpu = round(1.15 * length), model.device.type == "cuda"
-    held, estimate = torch.cuda.memory_allocated(), memory.memory_needed(model, False, 1, 16384)
+    fixed, of_token = memory.memory_needed(model, False, 1)
+    held, estimate = torch.cuda.memory_allocated(), fixed + 16384 * of_token
     trained = policy.Policy(copy.deepcopy(model).float(), dtype=model.dtype)
     batch = [TrainingRow([9] * tokens, [0.0] + [1e-3] * (tokens - 1))] * rows
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, fused=on_gpu)

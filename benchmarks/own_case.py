@@ -1,7 +1,7 @@
 """CER in its own case: people's questions on passages, for judge.py and grade.py.
 
     python benchmarks/own_case.py rows squad_human.jsonl --lines 100-399 --out squad.jsonl
-    python benchmarks/own_case.py csv runs/squad --name squad --lines 100-399 --by grades.jsonl > FILE.csv
+    python benchmarks/own_case.py csv runs/squad --name squad --lines 1-9 --by grades.jsonl > FILE
     python benchmarks/own_case.py table FILE.csv
 
 Each line of squad_human.jsonl has a passage, a question, and references, what several people have

@@ -136,7 +136,7 @@ def run(args):
     print(f"{boxes:.3f} of {len(answers)} samples of the start have a box", flush=True)
     cli.require(boxes >= args.least, f"that is less than {args.least:g}: no result")
     recipe = f"train --model {start} {RECIPE} --eval-dataset {held_out} --eval-runs 4"
-    recipe += " --eval-every 1000 --eval-temperature 1 --eval-top-p 1 --eval-top-k 0"
+    recipe += " --eval-every 1000"
 
     def train(job):
         seed, name = job

@@ -1,14 +1,12 @@
 """Decide how the policy fits into memory beside the actor, and whether the disk is large enough."""
 
-import bisect
-import functools
 import os
 import shutil
 
 import torch
 import torch.distributed as dist
 
-from engine.sampling import bytes_of, bytes_that_fit, free_on_gpu
+from engine.sampling import free_on_gpu
 from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import InputError, require, say
 from runtime.files import checkpoints
@@ -26,25 +24,43 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
     micro-batch that microbatch_tokens asks for, does not fit, the policy and Adam move to CPU
     memory. If it does not fit there either, this raises InputError before the policy is loaded. All
     ranks decide alike, by the smallest free memory of any rank. On a CPU nothing is estimated."""
-    if not torch.cuda.is_available():
-        tokens = max(longest_row, microbatch_tokens or MOST_TOKENS["cpu"])
-        return tokens, cpu_offload, f"memory: {tokens:,} tokens in a micro-batch"
-    most = max(longest_row, microbatch_tokens or MOST_TOKENS["cuda"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    most = max(longest_row, microbatch_tokens or MOST_TOKENS[device])
+    if device == "cpu":
+        return most, cpu_offload, f"memory: {most:,} tokens in a micro-batch"
     least = most if microbatch_tokens else longest_row
     free = 0.97 * min(all_gather([free_on_gpu()]))
     for offload in [True] if cpu_offload else [False, True]:
-        needed = functools.partial(memory_needed, actor, offload, dist.get_world_size())
-        tokens = bisect.bisect(range(most + 1), free, key=needed) - 1  # the most that fit
+        fixed, of_token = memory_needed(actor, offload, dist.get_world_size())
+        tokens = min(most, int((free - fixed) / of_token))
         if tokens >= least:
-            line = f"memory: {tokens:,} tokens in a micro-batch, about {needed(tokens) / 1e9:.3g} "
-            line += f"of {free / 1e9:.3g} GB beside the actor"
+            line = f"memory: {tokens:,} tokens in a micro-batch, about "
+            line += (
+                f"{(fixed + tokens * of_token) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
+            )
             if offload:
                 require(not (lack := host_lacks(actor)), lack)
                 line += "; policy and Adam in CPU memory"
             return tokens, offload, line
-    need = f"{least} tokens in a micro-batch need about {needed(least) / 1e9:.3g} GB"
+    need = f"{least} tokens in a micro-batch need about {(fixed + least * of_token) / 1e9:.3g} GB"
     helps = "use more GPUs (torchrun), shorter rows or a smaller model"
     raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: {helps}")
+
+
+def memory_needed(actor, cpu_offload, ranks):
+    """Bytes that the policy needs on each rank -> without a micro-batch, and for each token of one.
+    Estimated from the shapes alone. docs/running.md compares it with simulated peaks."""
+    config, layers = actor.config, actor.base_model.layers
+    parameters, in_layers = (sum(p.numel() for p in m.parameters()) for m in (actor, layers))
+    # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.
+    state = 4 * parameters if cpu_offload else 16 * parameters / ranks
+    # FSDP gathers the embeddings, and there is the gradient of lm_head. Logits and their gradient.
+    embeddings = 2 * (parameters - in_layers) + 4 * config.vocab_size * config.hidden_size
+    logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
+    # Of a token: each layer's input, the activations of one layer and their gradient.
+    one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
+    kept = len(layers) * config.hidden_size + 2 * one_layer
+    return state + embeddings + logits, actor.dtype.itemsize * kept
 
 
 def host_lacks(actor):
@@ -58,37 +74,14 @@ def host_lacks(actor):
         return f"{need}, and there are {memory / 1e9:.3g}"
 
 
-def is_crowded(actor, cpu_offload, rows, longest_row):
-    """Whether Adam's moments should be in CPU memory while engine/slots.py samples so many rows:
-    their keys and values would not fit beside the moments, and the host has room for these, 8 bytes
-    for each parameter, and to spare. Asked before Adam has any."""
+def moments_can_leave(actor, cpu_offload):
+    """Whether Adam's moments may lie in CPU memory while engine/slots.py samples, to make room for
+    its keys and values."""
     if cpu_offload or not getattr(actor, "sample_pieces", None):
-        return False
-    keys_and_values, _, _ = bytes_of(actor)
-    moments = 8 * actor.num_parameters() / dist.get_world_size()
-    if rows * longest_row * keys_and_values < bytes_that_fit(actor) - moments:
         return False
     if lack := host_lacks(actor):
         say(f"Adam's moments stay on the GPU while it samples: {lack}")
     return not lack
-
-
-def memory_needed(actor, cpu_offload, ranks, tokens):
-    """Bytes that the policy needs on each rank with so many tokens in a micro-batch, estimated from
-    the shapes alone. docs/running.md compares it with simulated peaks."""
-    config, layers = actor.config, actor.base_model.layers
-    parameters, in_layers = (sum(p.numel() for p in m.parameters()) for m in (actor, layers))
-    # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.
-    state = 4 * parameters if cpu_offload else 16 * parameters / ranks
-    # What is kept: each layer's input, the activations of one layer and their gradient.
-    one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
-    kept = len(layers) * config.hidden_size + 2 * one_layer
-    # FSDP's root group is the embeddings. They are gathered, and there is the gradient of lm_head,
-    # while the layers run backward. After that the root's gradient is summed over the ranks.
-    root, head = parameters - in_layers, config.vocab_size * config.hidden_size
-    backward = 2 * root + 4 * head + actor.dtype.itemsize * kept * tokens
-    logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
-    return state + max(backward, (6 + 4 / ranks) * root) + logits
 
 
 def check_disk(actor, out, keep):

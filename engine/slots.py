@@ -6,6 +6,7 @@ decides whether a model is sampled here or with Hugging Face's generate().
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from torch.nn.attention.varlen import varlen_attn
 
 from engine import sampling
 from engine.tokens import batches, pad
@@ -190,10 +191,10 @@ def attend(module, query, keys, values, mask, *, slots, scaling=None, **rest):
     if slots.used is None:
         how = dict(is_causal=True, scale=scaling, enable_gqa=True)
         return F.scaled_dot_product_attention(query, keys, values, **how).transpose(1, 2), None
-    # torch.nn.attention.varlen.varlen_attn, which in torch 2.11 cannot do this
+    # One query a row, and of its stretch, which begins at slots.begin, the keys that are used.
     given = query[:, :, 0], keys, values, slots.rows, slots.begin, 1, slots.longest
-    flash, how = torch.ops.aten._flash_attention_forward, dict(scale=scaling, seqused_k=slots.used)
-    return flash(*given, 0.0, False, False, **how)[0][:, None], None
+    out = varlen_attn(*given, scale=scaling, enable_gqa=True, seqused_k=slots.used)
+    return out[:, None], None
 
 
 hf.AttentionInterface.register("slots", attend)

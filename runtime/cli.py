@@ -59,9 +59,6 @@ def run_script(main):
         logging.disable(logging.WARNING)
     code = 2
     try:
-        # What is not UTF-8 would get into files that nobody can read again.
-        odd = [each for each in sys.argv if re.search("[\ud800-\udfff]", each)]
-        require(not odd, f"expected arguments in UTF-8, got {odd}")
         sys.exit(main())
     except KeyboardInterrupt:
         code, message = 130, "stopped by Ctrl-C"

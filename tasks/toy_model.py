@@ -30,9 +30,6 @@ FLAGS = {
     "eval_dataset": "toy-test",
     "eval_runs": 4,
     "eval_every": 20,
-    "eval_temperature": 1.0,
-    "eval_top_p": 1.0,
-    "eval_top_k": 0,
 }
 LEARNING_RATE = {"lr": 6e-4, "lr_end": 0.1}
 

@@ -162,7 +162,7 @@ def quick(toy_model_dir):
     append_rows(folder / "held-out.jsonl", rows[8:])
     flags = f"--model {toy_model_dir} --dataset {folder}/questions.jsonl --steps 2 --questions 4"
     flags += f" --eval-dataset {folder}/held-out.jsonl --eval-limit 3 --eval-runs 2 --eval-every 2"
-    return f"{flags} --samples 4 --max-new-tokens 24 --lr 6e-4 --eval-temperature 0.3"
+    return f"{flags} --samples 4 --max-new-tokens 24 --lr 6e-4"
 
 
 @pytest.fixture(scope="session")

@@ -41,12 +41,6 @@ def test_a_terminal_that_cannot_print_a_character_prints_its_code(monkeypatch, e
     assert err.buffer.getvalue() == "π\n".encode(encoding, "backslashreplace")
 
 
-def test_an_argument_that_is_not_utf_8_is_refused_first(script):
-    """A file with such a name in it could not be read again."""
-    code, out, err = script(evaluate, "--model x --dataset toy --out", "o-\udceb")
-    assert (code, out) == (2, "") and "expected arguments in UTF-8, got ['o-\\udceb']" in err
-
-
 def test_a_file_system_without_locks_is_named_and_the_run_goes_on(
     script, monkeypatch, toy_model_dir
 ):

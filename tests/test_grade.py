@@ -182,7 +182,7 @@ def test_a_model_grades(user, toy_model_dir, monkeypatch):
 
 @pytest.fixture
 def model_says(monkeypatch):
-    """model_says(seed, accepts): a model that accepts these answers, and whom it was asked about."""
+    """model_says(seed, accepts): a model that accepts these answers, and what it was asked."""
 
     def install(seed, *accepts):
         torch.manual_seed(seed)

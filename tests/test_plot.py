@@ -66,12 +66,10 @@ def test_learning_curves_join_the_seeds(script, figures):
         write_run(name, [{"step": 0, "pass_at_1": 0.3}, *lines], [], reward=reward, seed=seed)
     code, _, err = script(plot, "a b c --out curves.png")
     assert code == 0 and Path("curves.png").exists(), err
-    reward, pass_at_1, cut = figures[0].axes
+    reward, pass_at_1, _ = figures[0].axes
     assert [text.get_text() for text in figures[0].legends[0].texts] == ["cer", "exact"]
     assert reward.lines[0].get_ydata()[-1] == pytest.approx(0.6)  # the mean of .1 and 1.1
     assert reward.collections[0].get_datalim(reward.transData).height == pytest.approx(1)  # a band
-    assert cut.get_ylim()[1] == pytest.approx(0.104)  # so that .003 looks small
-    assert reward.get_xlabel() == "step (mean of 4)"
     assert list(pass_at_1.lines[0].get_xdata()) == [0, 2, 4]
 
 

@@ -8,6 +8,7 @@ import emulated
 import pytest
 import torch
 from conftest import needs_cuda, tiny_model
+from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationConfig
 
 from engine import load, sampling, slots
@@ -15,19 +16,14 @@ from engine.slots import Slots
 from runtime.cli import InputError
 
 STOPS = [*range(1, 60, 6)]
-OP = []  # the emulated one
 
 
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch):
     """As if there was one, of a kind that will do."""
     monkeypatch.setattr(slots, "as_graph", emulated.as_graph)
+    monkeypatch.setattr(slots, "varlen_attn", emulated.varlen_attn)
     monkeypatch.setattr(load, "SLOTS_ON", "cpu")
-    OP.append(torch.library.Library("aten", "IMPL"))
-    OP[0].impl("_flash_attention_forward", emulated.flash, "CPU")
-    yield
-    while OP:
-        OP.pop()._destroy()
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -171,9 +167,9 @@ def test_what_cannot_be_captured_is_an_error_at_load(tokenizer, monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_what_the_op_refuses_keeps_generate(tokenizer, capfd):
+def test_what_the_op_refuses_keeps_generate(tokenizer, capfd, monkeypatch):
     """As an old card or fp32 would be: here a CPU, on which torch has no such op."""
-    OP.pop()._destroy()
+    monkeypatch.setattr(slots, "varlen_attn", varlen_attn)
     sampler, said = chosen(make("qwen3"), tokenizer, capfd)
     assert sampler is None and "engine/slots.py fails (Could not run" in said
 
@@ -207,7 +203,7 @@ def test_scripts_sample_with_it(script, quick, toy_model_dir, monkeypatch, name)
 def test_train_moves_the_moments_where_it_is_crowded(script, quick, monkeypatch):
     train = importlib.import_module("train")
     for crowded in True, False:
-        monkeypatch.setattr(train, "is_crowded", lambda *_, found=crowded: found)
+        monkeypatch.setattr(train, "moments_can_leave", lambda *_, found=crowded: found)
         moved = mock.Mock(side_effect=train.moments_on_host)
         with mock.patch.object(train, "moments_on_host", moved):
             assert script(train, f"{quick} --steps 1 --out {crowded}")[0] == 0
