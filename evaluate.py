@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.load import add_flags, check_sampling, load
 from engine.sampling import positions
-from reward_functions import REWARDS, R_by_name, judge
+from rewards import REWARDS, R_by_name, judge
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
@@ -25,31 +25,37 @@ from tasks.data import NAMES, load_problems
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
+AT_ONCE = 8  # questions that a rank of judge.py samples before they are on the disk
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
-def sample_and_judge(model, tokenizer, problems, N, tokens, at_once, names=(), other=None, **how):
+def sample_and_judge(model, tokenizer, problems, N, tokens, names=(), other=None, path=None, **how):
     """Sample every problem N times, and judge the samples -> lines of samples.jsonl in the order of
-    the problems, a list after every at_once problems of a rank. The ranks share the problems.
-    names: rewards to compute; "R" in a line is that of the first. other: see judge. how: see
-    engine.sampling.generate."""
+    the problems, which the ranks share. names: rewards to compute; "R" in a line is that of the
+    first. other: see judge. how: see engine.sampling.generate. path: where the lines of some
+    problems are appended before the next are sampled."""
     rank, world = dist.get_rank(), dist.get_world_size()
     judges = {"verifier"}.union(*(REWARDS[name].judges for name in names))
-    for start in range(0, len(problems), at_once * world):
-        mine = problems[start : start + at_once * world][rank::world]
-        groups = sample(model, tokenizer, mine, N, tokens, **how)
-        lines = []
+    at_once = AT_ONCE * world if path else len(problems)
+    turns, lines = range(0, len(problems), at_once), []
+    for start in cli.progress("questions", turns) if path else turns:
+        mine = problems[start : start + at_once][rank::world]
+        groups, some = sample(model, tokenizer, mine, N, tokens, **how), []
         for k, judged in enumerate(judge(groups, judges, model, tokenizer, other=other)):
             line = group_line(judged, index=start + rank + world * k)
             if names:
                 line["rewards"] = {name: R_by_name(name, [judged])[0].tolist() for name in names}
                 line["R"] = line["rewards"][names[0]]
-            lines.append(line)
-        yield sorted(all_gather(lines), key=lambda line: line["index"])
+            some.append(line)
+        some = sorted(all_gather(some), key=lambda line: line["index"])
+        lines += some
+        if path:
+            append_rows(path, some)
+    return lines
 
 
-def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings):
-    """Sample every problem `runs` times -> (summary, a line of each problem). settings:
+def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **sampling):
+    """Sample every problem `runs` times -> (summary, a line of each problem). sampling:
     temperature, top_p, top_k.
 
     summary: pass_at_1 (mean over questions of the share of right samples), stderr (standard error
@@ -57,8 +63,8 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **settings)
     (mean length of a completion), questions, runs.
     """
     seed_everything(seed, "evaluation")
-    settings |= {"name": "evaluation", "at_once": len(problems)}
-    [lines] = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **settings)
+    how = dict(name="evaluation", **sampling)
+    lines = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **how)
     samples = sample_table(lines).rename(columns={"verbatim": "exact_match"})
     means = samples[["exact_match", "answered", "truncated", "tokens"]].mean().to_dict()
     pass_at_1, stderr = of_questions(samples)

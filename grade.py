@@ -26,10 +26,10 @@ from pathlib import Path
 from engine.checkpoints import mark_of
 from engine.load import add_flags, load
 from judge import say_judgement
-from reward_functions import REWARDS
+from rewards import REWARDS
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
-from runtime.samples import read_lines, sample_table, say_pass_at_1
+from runtime.samples import case_of, read_lines, sample_table, say_pass_at_1
 from tasks.data import Problem
 from tasks.general_verifier import ask, read_prompt
 from tasks.verifiers import plain_text
@@ -42,35 +42,30 @@ WORD = {True: "right", False: "wrong"}
 
 
 def draw(lines, count):
-    """-> the samples of at most so many of the cases that all runs have. The order of the cases
-    depends only on their text, so that grades are of use with other runs, and with more questions.
-    `key`: the same for answers that are equal by the verifier `text`; `known`: equal to a reference
-    by it."""
+    """-> the samples of at most so many of the cases that all runs have, in an order that depends
+    only on their text: so grades are of use with other runs, and with more questions. `place`: of
+    the case; `key`: equal for answers that are equal by the verifier `text`; `known`: whether it
+    is a reference by it."""
     samples = sample_table(lines)
     runs = samples.groupby("case").run.nunique()
-    cases = runs.index[runs == samples.run.nunique()]
-    cli.require(len(cases), "no question is in all of these directories with the same references")
-    cases = sorted(cases, key=lambda case: random.Random(f"0 {json.loads(case)[0]}").random())
-    samples = samples.set_index("case").loc[cases[:count]].reset_index()
-    references = {case: [*map(plain_text, json.loads(case)[1])] for case in cases}
+    cases = sorted(
+        runs.index[runs == samples.run.nunique()], key=lambda x: random.Random(x).random()
+    )
+    cli.require(cases, "no question is in all of these directories with the same references")
+    samples["place"] = samples.case.map({case: place for place, case in enumerate(cases[:count])})
+    samples = samples.dropna(subset="place").sort_values("place", kind="stable")
     samples["key"] = [*map(plain_text, samples.answers)]
-    samples["known"] = [key in references[case] for case, key in zip(samples.case, samples.key)]
+    pairs = zip(samples.key, samples.references)
+    samples["known"] = [key in map(plain_text, references) for key, references in pairs]
     return samples
 
 
 def in_doubt(samples, grades=()):
-    """{case: {key: answer}}: the answers, shuffled, that are neither empty nor equal to a reference
-    nor graded."""
-    doubtful = samples[samples.answered & ~samples.known].drop_duplicates(
-        ["case", "key"], keep="last"
-    )
-    todo = {}
-    for case, own in doubtful.groupby("case", sort=False):
-        pairs = sorted(zip(own.key, own.answers))
-        pairs = random.Random(json.loads(case)[0]).sample(pairs, len(pairs))
-        if new := {key: answer for key, answer in pairs if (case, key) not in grades}:
-            todo[case] = new
-    return todo
+    """Of the samples those whose answers need a grade and have none, each answer once, shuffled
+    within each case. No answer is wrong, and a reference is right."""
+    doubtful = samples[samples.answered & ~samples.known].sample(frac=1, random_state=0)
+    doubtful = doubtful.drop_duplicates(["case", "key"]).sort_values("place", kind="stable")
+    return doubtful[[at not in grades for at in zip(doubtful.case, doubtful.key)]]
 
 
 def read_grades(path):
@@ -80,34 +75,30 @@ def read_grades(path):
         with cli.as_input_error(f"{path}, row {number}: expected a grade of grade.py"):
             cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
             cli.require(row.get("by", "you") == "you", "each grader has a file of its own")
-            case = json.dumps([row["question"], row["references"]])
-            grades[case, plain_text(row["answer"])] = row["right"]
+            grades[case_of(row), plain_text(row["answer"])] = row["right"]
     return grades
 
 
-def save(path, case, answer, right, **more):
-    question, references = json.loads(case)
-    row = {"question": question, "references": references, "answer": answer, "right": right}
-    append_rows(path, [row | more])
+def save(path, sample, right, **more):
+    row = {"question": sample.question, "references": sample.references}
+    append_rows(path, [row | {"answer": sample.answers, "right": right} | more])
 
 
 def by_grades(samples, grades, name):
     """The samples of the cases that are graded, with `right` as the grades say it. They end before
     the first ungraded answer: later cases that happen to need no grade are the easy ones, and would
     raise pass@1."""
-    if ungraded := in_doubt(samples, grades):
-        end = samples.index[samples.case == next(iter(ungraded))][0]
-        rest, samples = samples[end:], samples[:end]
-        left_out = (
-            f"{rest.case.nunique()} questions are left out, from one with ungraded answers on"
-        )
-        cli.say(f"{name}: {left_out}: {json.loads(rest.case[end])[0]!r:.60}")
-    samples = samples.assign(
-        right=[
-            row.answered and (row.known or grades.get((row.case, row.key)))
-            for row in samples.itertuples()
-        ]
-    )
+    ungraded = in_doubt(samples, grades)
+    if len(ungraded):
+        first, cases = ungraded.iloc[0], samples.place.max() + 1
+        left_out = f"{cases - first.place:.0f} of {cases:.0f} questions are left out"
+        cli.say(f"{name}: {left_out}, from one with ungraded answers on: {first.question!r:.60}")
+        samples = samples[samples.place < first.place]
+    right = [
+        sample.answered and (sample.known or grades.get((sample.case, sample.key)))
+        for sample in samples.itertuples()
+    ]
+    samples = samples.assign(right=right)
     left_out = samples.case[samples.right.isna()]
     return samples[~samples.case.isin(left_out)].astype({"right": bool})
 
@@ -117,25 +108,25 @@ def by_grades(samples, grades, name):
 
 def by_person(todo, path):
     """Ask about the answers to each question."""
-    print(f"{len(todo)} questions have answers in doubt. Type {KEYS}.")
-    for place, (case, answers) in enumerate(todo.items(), start=1):
-        question, references = json.loads(case)
-        print(f"\n{place} of {len(todo)}:\n{wrapped(question)}")
-        print(f"reference:\n  {wrapped(' or '.join(references), 2)}")
-        for number, answer in enumerate(answers.values(), start=1):
-            print(f"{number:>4}  {wrapped(cli.shorten(' '.join(answer.split()), 300), 6)}")
-        reply = ask_numbers([*answers.values()])
+    print(f"{todo.case.nunique()} questions have answers in doubt. Type {KEYS}.")
+    for number, (_, own) in enumerate(todo.groupby("place"), start=1):
+        asked = [*own.itertuples()]
+        print(f"\n{number} of {todo.case.nunique()}:\n{wrapped(asked[0].question)}")
+        print(f"reference:\n  {wrapped(' or '.join(asked[0].references), 2)}")
+        for k, sample in enumerate(asked, start=1):
+            print(f"{k:>4}  {wrapped(cli.shorten(' '.join(sample.answers.split()), 300), 6)}")
+        reply = ask_numbers(len(asked))
         if reply is None:
             print("\nstopped; the same command goes on")
             return
-        for answer, right in reply.items():
-            save(path, case, answer, right)
+        for sample, right in zip(asked, reply):
+            save(path, sample, right)
 
 
-def ask_numbers(answers):
-    """-> {answer: whether its number is typed}, with None for all to leave the question out; or
-    None to stop, also by Ctrl-C or at the end of a pipe."""
-    numbers = [str(number) for number in range(1, len(answers) + 1)]
+def ask_numbers(count):
+    """-> for each of so many numbers whether it is typed, or None for all to leave the question
+    out. None alone means to stop, also by Ctrl-C or at the end of a pipe."""
+    numbers = [str(number) for number in range(1, count + 1)]
     while True:
         try:
             reply = input("right: ").replace(",", " ").split()
@@ -144,9 +135,9 @@ def ask_numbers(answers):
         if reply == ["q"]:
             return None
         if reply == ["?"]:
-            return dict.fromkeys(answers)
+            return [None] * count
         if {*reply} <= {*numbers}:
-            return {answer: number in reply for number, answer in zip(numbers, answers)}
+            return [number in reply for number in numbers]
         print(f"expected {KEYS}")
 
 
@@ -159,15 +150,14 @@ def wrapped(text, indent=0):
 
 def by_model(todo, path, model, prompt):
     """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
-    asked = [(case, answer) for case, answers in todo.items() for answer in answers.values()]
-    for start in cli.progress("grade", range(0, len(asked), AT_ONCE), unit="batch"):
-        some = asked[start : start + AT_ONCE]
-        pairs = []
-        for case, answer in some:
-            question, (reference, *others) = json.loads(case)
-            pairs.append((Problem(question, reference, others=tuple(others)), answer))
-        for (case, answer), right, reply in zip(some, *ask(pairs, model, prompt)):
-            save(path, case, answer, right, reply=reply)
+    for start in cli.progress("grade", range(0, len(todo), AT_ONCE), unit="batch"):
+        some, pairs = [*todo[start : start + AT_ONCE].itertuples()], []
+        for sample in some:
+            reference, *others = sample.references
+            problem = Problem(sample.question, reference, others=tuple(others))
+            pairs.append((problem, sample.answers))
+        for sample, right, reply in zip(some, *ask(pairs, model, prompt)):
+            save(path, sample, right, reply=reply)
 
 
 # -------------------------------------------------------------------------------------- the numbers

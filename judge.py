@@ -20,15 +20,14 @@ import torch.distributed as dist
 from cer import check_scoring
 from engine.load import check_sampling, load
 from evaluate import add_model_and_data, load_model_and_data, sample_and_judge
-from reward_functions import REWARDS, check_asked
-from runtime.files import append_rows, write_atomically
+from rewards import REWARDS, check_asked
+from runtime.files import write_atomically
 from runtime.ranks import seed_everything
 from runtime.samples import brief, sample_table, say_grade
 
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
 FEW = 10  # fewer questions with right and wrong answers give no interval
-AT_ONCE = 8  # questions that a rank samples together; what is finished is on the disk
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -121,13 +120,9 @@ def main():
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    how = args.samples, args.max_new_tokens, AT_ONCE, names, other
-    lines = []
-    turns = math.ceil(len(problems) / AT_ONCE / dist.get_world_size())
-    judged = sample_and_judge(actor, tokenizer, problems, *how)
-    for some in cli.progress("questions", judged, total=turns):
-        append_rows(out / "samples.jsonl", some)
-        lines += some
+    how = dict(names=names, other=other, path=out / "samples.jsonl")
+    sizes = args.samples, args.max_new_tokens
+    lines = sample_and_judge(actor, tokenizer, problems, *sizes, **how)
     if cli.is_rank_0():
         say_judgement(sample_table(lines), path=out / "judge.json")
         say_grade(lines, out)

@@ -25,7 +25,7 @@ from engine.load import add_flags, check_sampling, load
 from engine.memory import check_disk, moments_can_leave, plan_memory
 from engine.policy import check_training, copy_weights, make_policy, moments_on_host
 from evaluate import evaluate
-from reward_functions import REWARDS, R_by_name, check_asked, judge
+from rewards import REWARDS, R_by_name, check_asked, judge
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime.files import how_to_resume, read_config

@@ -28,7 +28,7 @@ import torch
 from cer import cer
 from grade import by_grades, draw, read_grades
 from judge import interval, judge_rewards, question_aucs
-from reward_functions import f1, words
+from rewards import f1, words
 from rloo import leave_one_out
 from runtime.samples import read_lines
 from tasks.verifiers import plain_text
@@ -73,7 +73,7 @@ def sample_lines(directory, name, lines, by):
     if by != "verifier":
         path = directory / by
         graded = by_grades(draw(groups, len(groups)), read_grades(path), path).groupby("case")
-        right_of = {json.loads(case)[0]: own.right.tolist() for case, own in graded}
+        right_of = {own.question.iloc[0]: own.right.tolist() for _, own in graded}
     for line, group in zip(numbers(lines), groups, strict=True):
         log_W = torch.tensor(finite(group["log_W"])).view(
             len(group["distinct_answers"]), len(group["columns"])

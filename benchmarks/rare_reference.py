@@ -40,7 +40,7 @@ from measure import ROOT, markdown
 
 from engine.tokens import split_answer
 from grade import draw, in_doubt
-from reward_functions import f1
+from rewards import f1
 from runtime import cli
 from runtime.files import read_rows, to_jsonl
 from tasks.verifiers import plain_text
@@ -190,7 +190,7 @@ def texts(args):
     for question, own in samples.groupby("question"):
         row = rows[question]
         case = {"question": question, "references": row["answer"], "answers": [*own.answer]}
-        answers = [a for of in in_doubt(draw([case], 1)).values() for a in of.values()]
+        answers = in_doubt(draw([case], 1)).answers.tolist()
         shown = question.removeprefix(own_case.EXAMPLES).strip()
         shown = case | {"question": shown, "answers": answers}
         pool += [{"data": row["data"], "line": row["line"]} | shown] if shown["answers"] else []

@@ -18,6 +18,10 @@ def verbatim(answer, references):
     return unicodedata.normalize("NFC", answer or "") in references
 
 
+def case_of(line):
+    return json.dumps([line["question"], line["references"]])
+
+
 def group_line(judged, **more):
     """One group as a line of samples.jsonl or evaluations.jsonl: what was asked and sampled, and
     what the judges said. more: what the script adds, such as its rewards."""
@@ -50,8 +54,8 @@ def sample_table(lines):
     `line` is the number of its line, and `case` what it answers: a question and its references."""
     rows = []
     for number, line in enumerate(lines):
-        case = json.dumps([line["question"], line["references"]])
-        own = {"line": number, "case": case, "run": line.get("run"), "scored": "log_W" in line}
+        own = {name: line.get(name) for name in ("run", "question", "references")}
+        own |= {"line": number, "case": case_of(line), "scored": "log_W" in line}
         lists = {name: line[name] for name in OF_SAMPLES if name in line} | line.get("rewards", {})
         for values in zip(*lists.values()):
             row = own | dict(zip(lists, values))

@@ -20,10 +20,10 @@ from runtime.samples import brief
 from tasks import general_verifier, toy
 
 # In this order they are graded.
-A = {"Q2?": ["x", "y"], "Q1?": ["14.", "fourteen"], "Q0?": ["9", None]}
-B = {"Q2?": ["y", "z"], "Q1?": ["14 eggs", "Fourteen"], "Q0?": ["9 ", ""], "Q3?": ["w", "w"]}
+A = {"Q2?": ["x", "y"], "Q0?": ["14.", "fourteen"], "Q3?": ["9", None]}
+B = {"Q2?": ["y", "z"], "Q0?": ["14 eggs", "Fourteen"], "Q3?": ["9 ", ""], "Q1?": ["w", "w"]}
 CLEAR = {f"Clear {k}?": ["5", "5."] for k in range(7)}
-REFERENCES = {"Q0?": ["9"], "Q1?": ["0", "14"], "Q2?": ["7"], "Q3?": ["8"]}
+REFERENCES = {"Q3?": ["9"], "Q0?": ["0", "14"], "Q2?": ["7"], "Q1?": ["8"]}
 BY_YOU = "questions, what is right by a/grades.jsonl"
 
 
@@ -73,7 +73,7 @@ def test_it_asks_only_what_is_in_doubt(user):
     assert code == 0 and out.startswith("2 questions have answers in doubt. Type"), out
     shown = re.findall(r"\d of 2:\n(.*)\nreference:\n  .*\n((?: +\d+  .*\n)+)", out)
     shown = {question: re.findall(r"\d  (.*)", lines) for question, lines in shown}
-    in_order = {"Q1?": ["14 eggs", "Fourteen"], "Q2?": ["x", "y", "z"]}
+    in_order = {"Q0?": ["14 eggs", "Fourteen"], "Q2?": ["x", "y", "z"]}
     assert {question: sorted(answers) for question, answers in shown.items()} == in_order
     assert shown["Q2?"] != in_order["Q2?"]  # a has x and y, b has y and z
     assert "reference:\n  0 or 14\n" in out
@@ -92,7 +92,7 @@ def test_it_asks_only_what_is_in_doubt(user):
 
 def test_it_goes_on_where_it_stopped(user):
     """What is typed wrong is asked again. Of what comes after the stop nothing counts, not even
-    Q0, where nothing is in doubt. With other runs and another K the order is the same."""
+    Q3, where nothing is in doubt. With other runs and another K the order is the same."""
     write("a", A)
     write("b", B)
     code, out = user("b a", replies="q\n")
@@ -104,16 +104,16 @@ def test_it_goes_on_where_it_stopped(user):
         assert f"1 {BY_YOU}" in out and {r["question"] for r in read_rows("a/grades.jsonl")} == {
             "Q2?"
         }
-    assert "2 questions are left out, from one with ungraded answers on: 'Q1?'" in out
+    assert "2 of 3 questions are left out, from one with ungraded answers on: 'Q0?'" in out
     code, out = user("b a --grades a/grades.jsonl", replies="q\n")
-    assert code == 0 and "1 of 1:\nQ1?" in out and f"1 {BY_YOU}" in out
+    assert code == 0 and "1 of 1:\nQ0?" in out and f"1 {BY_YOU}" in out
     code, out = user("a --questions 2", replies="?\n")
     rows = read_rows("a/grades.jsonl")
-    assert [row["question"] for row in rows if row["right"] is None] == ["Q1?"]
+    assert [row["question"] for row in rows if row["right"] is None] == ["Q0?"]
     assert code == 0 and f"1 {BY_YOU}" in out
     code, out = user("a b", right={"14 eggs"})  # of that one, what is new
     assert code == 0 and out.count("  14 eggs\n") == 1 and "ourteen\n" not in out
-    assert f"2 {BY_YOU}" in out  # Q0 too, but not what was left out
+    assert f"2 {BY_YOU}" in out  # Q3 too, but not what was left out
 
 
 def test_a_hostile_answer_cannot_reach_the_terminal(user):
@@ -231,7 +231,7 @@ def test_the_last_grade_counts_and_a_second_person_has_a_second_file(user):
     append_rows(Path("a/grades.jsonl"), [rows[0] | {"right": True, "note": "ask Ann"}])
     assert "a: pass@1 .5" in user("a")[1]
     write("c", {"Q1?": ["mother"]})
-    assert "1 questions are left out" in user("c --grades a/grades.jsonl", replies="q\n")[1]
+    assert "1 of 1 questions are left out" in user("c --grades a/grades.jsonl", replies="q\n")[1]
     code, out = user("a --grades a/grades-ann.jsonl", right={"x", "mother"})
     assert code == 0 and "a/grades.jsonl and a/grades-ann.jsonl agree on 1 of 2 answers" in out
 
@@ -242,13 +242,13 @@ def test_the_verifier_is_read_on_the_rows_that_are_graded(user):
     rows = [row | {"right": [True, False]} for row in read_rows("a/samples.jsonl")]
     rows.append(rows[0] | {"references": ["other"], "right": [False, False]})
     Path("a/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    order = grade.in_doubt(grade.draw([row | {"run": "a"} for row in rows], 9))
+    order = grade.in_doubt(grade.draw([row | {"run": "a"} for row in rows], 9)).case.unique()
     code, out = user("a", replies="".join("?\n" if "other" in case else "\n" for case in order))
     assert code == 0 and f"2 {BY_YOU}:\n  a: pass@1 0 ± 0\n" in out
     assert "2 questions, what is right by the run's own verifier:\n  a: pass@1 .5 ± 0\n" in out
 
 
-GRADE = {"question": "Q0?", "references": ["9"], "answer": "v"}
+GRADE = {"question": "Q3?", "references": ["9"], "answer": "v"}
 REFUSED = [  # flags, what the line says
     ("a c", "grade.py: no question is in all of these directories with the same references"),
     ("empty", "empty has no evaluation"),

@@ -85,11 +85,11 @@ def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatc
     once about a group, whatever rewards need it."""
     flags = f"--model {toy_model_dir} {FLAGS} --limit 5 --samples 4"
     flags += " --rewards cer,verifree,exact,rule+cer,overlap+cer"
-    monkeypatch.setattr(judge, "AT_ONCE", 2)
+    monkeypatch.setattr(evaluate, "AT_ONCE", 2)
     score = mock.Mock(side_effect=cer.answer_logprobs)
     monkeypatch.setattr(cer, "answer_logprobs", score)
-    written = mock.Mock(side_effect=judge.append_rows)
-    monkeypatch.setattr(judge, "append_rows", written)
+    written = mock.Mock(side_effect=evaluate.append_rows)
+    monkeypatch.setattr(evaluate, "append_rows", written)
     code, _, err = script(judge, flags)
     assert code == 0 and [len(call.args[1]) for call in written.call_args_list] == [2, 2, 1], err
     assert score.call_count == 5

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 import evaluate
 import judge
 import train
-from reward_functions import asking_prompts, check_asked
+from rewards import asking_prompts, check_asked
 from runtime.cli import InputError
 from tasks import general_verifier, toy_model
 from tasks.data import Problem

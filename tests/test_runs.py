@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 import train
 from engine import policy
 from engine.checkpoints import cut_logs, load_checkpoint, save_checkpoint
-from reward_functions import REWARDS, Judged, Reward
+from rewards import REWARDS, Judged, Reward
 from runtime.files import LOGS, checkpoints, read_config, read_rows
 from runtime.ranks import seed_everything
 from tasks.data import in_epochs, load_problems

@@ -18,7 +18,7 @@ import plot
 import train
 import warm_start
 from engine.tokens import split_answer
-from reward_functions import REWARDS
+from rewards import REWARDS
 from runtime.files import LOGS, lock, read_rows
 from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
