@@ -14,13 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.checkpoints import (
-    check_resumed,
-    cut_logs,
-    fingerprint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.load import add_flags, check_sampling, load
 from engine.memory import check_disk, moments_can_leave, plan_memory
 from engine.policy import check_training, copy_weights, make_policy, moments_on_host
@@ -66,7 +60,6 @@ def main():
     copy_weights(policy, actor)
     check_training(policy, actor)
 
-    cut_logs(out)
     log = RunLog(out, args, data, first_step, last_step)
     log.header(actor, problems, f"{memory}\n{disk}")
     show_first(tokenizer, problems, args.dataset)

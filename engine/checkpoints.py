@@ -94,36 +94,29 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
 
 
 def load_checkpoint(out, policy, optimizer):
-    """Load the last checkpoint, which may be of another number of ranks -> its step, or 0 if there
-    is none."""
-    if not checkpoints(out):
-        return 0
-    step, directory = checkpoints(out)[-1]
-    older = f"{directory} was saved by an older version, which can go on with it"
-    require((directory / LENGTHS).is_file(), older)
-    try:
-        dcp.load(training_state(policy, optimizer), checkpoint_id=directory / "training")
-    except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
-        helps = f"restore its files and the run's --model, or remove {directory}"
-        raise InputError(f"{directory}/training: {reason(error)}; {helps}") from error
-    return step
-
-
-def cut_logs(out):
-    """Cut the logs of a run to the lengths that they had at its last checkpoint. So a resumed run
-    may repeat steps, and a kill may leave half a line. Without a checkpoint the run begins anew,
-    and what it has logged goes to NAME.old."""
+    """Load the last checkpoint, which may be of another number of ranks, and cut the logs to the
+    lengths that they had -> its step. So a resumed run may repeat what came later, and a kill may
+    leave half a line. Without a checkpoint a run begins anew -> 0; if it has logged something, that
+    goes to NAME.old."""
     logs = [out / name for name in LOGS]
     if not checkpoints(out):
         for log in logs if is_rank_0() else []:
             if log.exists() and log.stat().st_size:
                 log.replace(f"{log}.old")
             log.touch()
-        return
-    _, directory = checkpoints(out)[-1]
-    lengths = json.loads((directory / LENGTHS).read_text())
-    for log in logs:
-        is_whole = log.is_file() and log.stat().st_size >= lengths[log.name]
-        require(is_whole, f"{log} is shorter than when {directory} was saved: restore it")
+        return 0
+    step, directory = checkpoints(out)[-1]
+    older = f"{directory} was saved by an older version, which can go on with it"
+    require((directory / LENGTHS).is_file(), older)
+    try:
+        lengths = json.loads((directory / LENGTHS).read_text())
+        for log in logs:
+            is_whole = log.is_file() and log.stat().st_size >= lengths[log.name]
+            require(is_whole, f"{log} is shorter than it was then")
+        dcp.load(training_state(policy, optimizer), checkpoint_id=directory / "training")
+    except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
+        helps = f"restore its files and the run's --model, or remove {directory}"
+        raise InputError(f"{directory}/training: {reason(error)}; {helps}") from error
     for log in logs if is_rank_0() else []:
         os.truncate(log, lengths[log.name])
+    return step

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from engine import policy
-from engine.checkpoints import cut_logs, load_checkpoint, save_checkpoint
+from engine.checkpoints import load_checkpoint, save_checkpoint
 from rewards import REWARDS, Judged, Reward
 from runtime.files import LOGS, checkpoints, read_config, read_rows
 from runtime.ranks import seed_everything
@@ -175,7 +175,7 @@ def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
     actor, model = tiny_model(64), policy.Policy(tiny_model(64))
     optimizer = torch.optim.AdamW(model.parameters())
-    cut_logs(tmp_path)
+    assert load_checkpoint(tmp_path, model, optimizer) == 0
     for step in 1, 2, 3:
         save_checkpoint(tmp_path, step, 1, actor, tokenizer, model, optimizer)
     before = [p.full_tensor().clone() for p in model.parameters()]

@@ -137,7 +137,10 @@ BROKEN = [  # file, what of it is replaced, by what, and what the last line says
     ("config.json", '"cer"', '"mine"', "no reward 'mine', only cer, exact"),
     ("checkpoints/step-2/training/*.distcp", ALL, "half", "training: .*; restore .* or remove"),
     ("checkpoints/step-2/training/.metadata", ALL, "", "training: .*; restore its .* or remove"),
-    *((log, ALL, "", f"run/{log} is shorter than when run/checkpoints/step-2") for log in LOGS),
+    *(
+        (log, ALL, "", rf"step-2/training: run/{log} is shorter than it was then; rest")
+        for log in LOGS
+    ),
 ]
 
 
