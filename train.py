@@ -54,7 +54,7 @@ def main():
     # small steps need fp32 (on several GPUs in shards), and sampling needs whole weights, in bf16.
     budget, offload, memory = plan_memory(actor, longest, args.microbatch_tokens, args.cpu_offload)
     disk = check_disk(actor, out, min(args.keep, last_step))
-    policy, optimizer = make_policy(model_path, offload, actor.dtype)
+    policy, optimizer = make_policy(model_path, offload, actor.dtype, args.rounding)
     crowded = moments_can_leave(actor, offload)
     first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
     copy_weights(policy, actor)
@@ -190,6 +190,10 @@ def make_parser():
     # Optimization.
     add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="learning rate of Adam")
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
+    rounding = (
+        "of weights to bf16: with nearest, the paper's, the first hundred steps are mostly lost"
+    )
+    add("--rounding", default="dither", choices=["dither", "nearest"], help=rounding)
     length = parser.add_mutually_exclusive_group().add_argument
     length("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
     length("--steps", type=count, help="optimizer steps, instead of --epochs")

@@ -6,7 +6,9 @@
 - The *actor* samples, scores, evaluates and is saved. It is a plain model on every rank, so
   that no rank waits for another to sample or score. It is copied from the policy once per step.
 
-On a GPU both compute in bf16, on a CPU in fp32, unless --dtype says otherwise.
+On a GPU both compute in bf16, on a CPU in fp32, unless --dtype says otherwise. In bf16 the actor's
+weights, and those with which the policy computes, are the trained ones rounded to the nearest. So
+that small changes arrive there, the trained ones begin where `spread` puts them.
 """
 
 import contextlib
@@ -22,9 +24,9 @@ from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import require
 
 
-def make_policy(name_or_dir, cpu_offload, dtype):
+def make_policy(name_or_dir, cpu_offload, dtype, rounding):
     """Load the model to train -> the policy, which computes in this dtype, and AdamW."""
-    policy = Policy(load_model(name_or_dir, "cpu", "auto"), cpu_offload, dtype)
+    policy = Policy(load_model(name_or_dir, "cpu", "auto"), cpu_offload, dtype, rounding)
     # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
     fused = policy.device.type == "cuda"
     adam = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=fused)
@@ -38,9 +40,10 @@ class Policy(torch.nn.Module):
     model: a Hugging Face model on the CPU, in any precision. It becomes fp32 layer by layer, so
     that the host never holds all of it in fp32. cpu_offload keeps shards, gradients and Adam in
     CPU memory. Gradients are then moved there once per step, not after every micro-batch.
+    rounding: "dither" spreads the weights if dtype is bf16, "nearest" leaves them as they are.
     """
 
-    def __init__(self, model, cpu_offload=False, dtype=torch.float32):
+    def __init__(self, model, cpu_offload=False, dtype=torch.float32, rounding="dither"):
         super().__init__()
         self.model = model.train()
         self.sync_every_batch = not cpu_offload
@@ -58,6 +61,8 @@ class Policy(torch.nn.Module):
             for parameter in module.parameters():
                 if parameter.dtype.itemsize < 4:
                     parameter.data = parameter.data.float()
+                if rounding == "dither" and dtype == torch.bfloat16:
+                    parameter.data = spread(parameter.data)
             fully_shard(module, **options)
 
     def forward(self, ids, at):
@@ -69,6 +74,28 @@ class Policy(torch.nn.Module):
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         # The state at position t - 1 predicts the token at t.
         return token_logprobs(hidden[:, :-1][at[:, 1:]], self.model.lm_head, ids[at])
+
+
+def spread(W):
+    """Move each weight within the interval of numbers that round to the same bf16 number, to a
+    place that is fixed for the weight -> fp32, of the same shape. Places are evenly spread. So a
+    change of all weights by a tenth of the interval moves every tenth to the next bf16 number, and
+    the rounded weights change as much as the exact ones, in the mean.
+
+    Without this a step is rounded away. The weights of a released model are bf16 numbers, each in
+    the middle of its interval. A step of Adam moves a weight by about the learning rate, 1e-6, and
+    a weight of .02 has 6e-5 to the end of its interval.
+
+    bf16 is the upper half of fp32, and rounding looks at the lower half. Of the numbers that round
+    to x, the lower halves go from -2^15 to 2^15, if they are counted from the bits of x.
+    """
+    # Multiples of the golden ratio, modulo 1, are evenly spread, and neighbours are far apart.
+    index = torch.arange(W.numel(), dtype=torch.int32, device=W.device).view_as(W)
+    place = (
+        index * -1640531527 >> 16
+    ) & 0xFFFF  # 2^32 / 1.618 = 2654435769, which is this in int32
+    moved = (W.contiguous().view(torch.int32) + place.clamp_min(1) - 2**15).view(torch.float32)
+    return torch.where(W.abs() < 1e-37, W, moved)  # the bits of 0 have nothing below them
 
 
 def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
