@@ -109,8 +109,8 @@ def next_token_loss(logits, ids):
 
 
 def one_run(rounding):
-    """train.main() with weights that are rounded wherever the model computes with them. The policy's
-    weights are bf16 numbers when they are loaded."""
+    """train.main() with weights that are rounded wherever the model computes with them. Those that
+    are loaded must be bf16 numbers."""
 
     def emulated_policy(name, offload, dtype, _):
         policy, adam = make_policy(name, offload, dtype, "nearest")
