@@ -10,8 +10,8 @@ Part 5 scores answers for any tokenizer, and can be left for later.
 
 The order to read in: README, docs/lesson.md, which says why the formulas are right, this file, then
 cer.py, rollout.py, rloo.py and train.py, which compute the same in batches (tests/test_one_file.py
-and test_cer.py compare them), and two_tables.py. Unlike them this file does not find sampled
-answers with braces, such as \frac{1}{2}, and an empty box always gets reward 0.
+and test_cer.py compare them), and two_tables.py. This file lacks one thing that they have: it does
+not find sampled answers with braces, such as \frac{1}{2}.
 
 From the repository come the toy's questions with reference answers (toy.rows), its tiny Qwen3 after
 a short supervised start (toy_model.warm_start), and toy.same_number, which tells us, but not the
@@ -74,18 +74,19 @@ def log_probs(model, ids):
 @torch.no_grad()
 def log_pi(model, tokenizer, context, answer):
     """log pi("{answer}" | context), the log-probability that the model writes this answer and
-    closes the box: the sum over its tokens, the closing brace included. The context ends just
-    before the brace that opens the box. (In the toy's vocabulary a brace is always a token of its
-    own. For others see log_pi_all_ways.)"""
+    closes the box. It is the sum over the answer's tokens, the closing brace included, because
+    without it "1" would get at least the probability of "14". The context ends just before the
+    brace that opens the box. (In the toy's vocabulary a brace is always a token of its own. For
+    others see log_pi_all_ways.)"""
     tokens = tokenizer.encode("{" + answer + "}", add_special_tokens=False)
     logp = log_probs(model, context + tokens)[len(context) - 1 : -1]
     return logp[range(len(tokens)), tokens].sum()
 
 
 def naive_rewards(model, tokenizer, prompt, completions, reference):
-    """R [N] of the completions of one question. Without a closed box, or with an empty one, it is
-    0. An empty box keeps its column in W, since its solution is a sample like any other. Without a
-    box nothing says where the solution ends, so there is no column."""
+    """R [N] of the completions of one question. An empty box states no answer and gets 0, but its
+    solution is a sample like any other and keeps its column in W. Where no box is closed, nothing
+    says where the solution ends. So such a sample gets 0 and has no column."""
     boxes = [cut(tokenizer, ids) for ids in completions]
     contexts = [prompt + box[0] for box in boxes if box]
     log_W = {}  # answer -> its row of log W: log pi(answer | s_j, q), one column a closed box
