@@ -15,8 +15,8 @@ from two_tables_figure import judge, train, two_tables
 from cer import cer, exact_cer
 from rloo import leave_one_out
 
-DOCS = Path(__file__).parents[1] / "docs"
-TROLL = Path(__file__).parents[1] / "benchmarks" / "results" / "troll" / "samples.jsonl"
+DOCS = Path(__file__).parents[2] / "docs"
+TROLL = Path(__file__).parents[2] / "benchmarks" / "results" / "troll" / "samples.jsonl"
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: chromium)")
 

@@ -1,0 +1,3 @@
+"""The fixtures of tests/, which pyproject.toml puts on the path."""
+
+from conftest import *  # noqa: F403
