@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from cer import check_scoring
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
-from engine.load import add_flags, check_sampling, load
+from engine.load import add_flags, check_sampling, load, load_model
+from engine.lora import LoraPolicy
 from engine.memory import check_disk, moments_can_leave, plan_memory
-from engine.policy import check_training, copy_weights, make_policy, moments_on_host
+from engine.policy import Policy, check_training, make_adam, moments_on_host
 from evaluate import evaluate
 from rewards import REWARDS, R_by_name, check_asked, judge
 from rloo import leave_one_out, update
@@ -45,19 +46,23 @@ def main():
     problems, held_out, longest = fit_questions(args, problems, held_out, actor, tokenizer, other)
 
     # A resumed run keeps its data and its flags.
-    data = fingerprint(problems, held_out, tokenizer.chat_template, other)
+    base = actor if args.lora else None  # its weights are not in the checkpoints
+    data = fingerprint(problems, held_out, tokenizer.chat_template, other, base)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
 
     # The policy is trained, and copied to the actor after each step. They are two because Adam's
     # small steps need fp32 (on several GPUs in shards), and sampling needs whole weights, in bf16.
-    budget, offload, memory = plan_memory(actor, longest, args.microbatch_tokens, args.cpu_offload)
-    disk = check_disk(actor, out, min(args.keep, last_step))
-    policy, optimizer = make_policy(model_path, offload, actor.dtype, args.rounding)
-    crowded = moments_can_leave(actor, offload)
+    # With --lora the actor is the policy, and small matrices beside its weights are trained.
+    microbatch, lora = args.microbatch_tokens, args.lora
+    budget, offload, memory = plan_memory(actor, longest, microbatch, args.cpu_offload, lora)
+    disk = check_disk(actor, out, min(args.keep, last_step), lora)
+    policy = make_policy(args, model_path, actor, offload)
+    optimizer = make_adam(policy)
+    crowded = not lora and moments_can_leave(actor, offload)
     first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
-    copy_weights(policy, actor)
+    policy.copy_weights(actor)
     check_training(policy, actor)
 
     log = RunLog(out, args, data, first_step, last_step)
@@ -103,7 +108,7 @@ def main():
         fraction = (step - 1) / max(1, last_step - 1)  # the rate falls linearly to --lr-end of it
         lr = args.lr * (1 + fraction * (args.lr_end - 1))
         loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, budget)
-        copy_weights(policy, actor)
+        policy.copy_weights(actor)
         log.lap("update")
 
         # 6. Report, save, evaluate.
@@ -163,6 +168,13 @@ def fit_questions(args, problems, held_out, actor, tokenizer, other):
     return problems, held_out, longest
 
 
+def make_policy(args, model_path, actor, offload):
+    """-> what is trained: the model, loaded once more, or with --lora the actor itself."""
+    if args.lora:
+        return LoraPolicy(actor, args.lora, args.rounding, args.seed)
+    return Policy(load_model(model_path, "cpu", "auto"), offload, actor.dtype, args.rounding)
+
+
 # -------------------------------------------------------------------------------------------- flags
 
 # What a resumed run may change. The other flags define the run and how it is measured.
@@ -188,7 +200,9 @@ def make_parser():
     add("--max-prompt-tokens", type=count, default=2048, help="longer prompts are left out")
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     # Optimization.
-    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="learning rate of Adam")
+    add("--lora", type=count, metavar="RANK", help="train low-rank changes of the linear layers")
+    rate = "learning rate of Adam (with --lora 1e-5: what is trained starts at 0, and is smaller)"
+    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help=rate)
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
     rounding = (
         "of weights to bf16: with nearest, the paper's, the first hundred steps are mostly lost"
@@ -219,13 +233,15 @@ def parse_args():
     else from the paper's defaults."""
     parser = make_parser()
     given = parser.parse_args()
+    if given.lora:
+        parser.set_defaults(lr=1e-5)
     if given.resume:
         cli.require(given.out, "--resume needs --out, the run to resume")
         parser.set_defaults(**read_config(given.out)["flags"])
     elif given.dataset == "toy" or not (given.dataset or given.model):
         parser.set_defaults(**toy_model.FLAGS)
         if not given.model:
-            parser.set_defaults(**toy_model.LEARNING_RATE)
+            parser.set_defaults(**toy_model.LORA_RATE if given.lora else toy_model.LEARNING_RATE)
     if given.epochs:  # in place of the --steps of the resumed run, or of the toy
         parser.set_defaults(steps=None)
     args = parser.parse_args()
@@ -237,6 +253,8 @@ def parse_args():
     args.m = args.m or args.samples
     cli.require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
     cli.require(args.model or args.dataset == "toy", f"--dataset {args.dataset} needs --model")
+    nothing = "--lora has nothing that --cpu-offload could move: leave it out"
+    cli.require(not (args.lora and args.cpu_offload), nothing)
     return args
 
 

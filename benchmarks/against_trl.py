@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from trl_cer import cer_rewards
 
-from engine.load import load
-from engine.policy import copy_weights, make_policy
+from engine.load import load, load_model
+from engine.policy import Policy, make_adam
 from engine.tokens import split_answer
 from rewards import REWARDS, R_by_name, judge
 from rloo import leave_one_out, rloo_rows, update
@@ -67,7 +67,8 @@ def alternate(kind, reward, args, directory):
     batches = (problems[k : k + args.questions] for k in starts)
 
     actor, tokenizer = load(args.model, "cpu")
-    policy, optimizer = make_policy(args.model, False, torch.float32)
+    policy = Policy(load_model(args.model, "cpu", "auto"))
+    optimizer = make_adam(policy)
 
     def our_step():
         groups = sample(actor, tokenizer, next(batches), args.samples, args.max_new_tokens)
@@ -76,7 +77,7 @@ def alternate(kind, reward, args, directory):
         A = leave_one_out(R + noise(R.shape))
         rows = [row for each in zip(judged, R, A) for row in rloo_rows(*each, tokenizer)]
         update(policy, optimizer, rows, LR, TOKENS_OF_A_MICROBATCH)
-        copy_weights(policy, actor)
+        policy.copy_weights(actor)
 
     def their_reward(prompts, completions, completion_ids, references, **_):
         if reward == "cer":

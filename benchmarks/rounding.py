@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from engine.policy import make_policy, spread
+from engine.policy import Policy, spread
 from runtime import cli
 from runtime.files import checkpoints, read_rows
 
@@ -112,20 +112,20 @@ def one_run(rounding):
     """train.main() with weights that are rounded wherever the model computes with them. Those that
     are loaded must be bf16 numbers."""
 
-    def emulated_policy(name, offload, dtype, _):
-        policy, adam = make_policy(name, offload, dtype, "nearest")
-        for parameter in policy.parameters() if rounding == "dither" else []:
-            local = parameter.data.to_local()
-            local.copy_(spread(local))
-        return policy, adam
+    class Emulated(Policy):
+        def __init__(self, model, offload, dtype, _):
+            super().__init__(model, offload, dtype)
+            for parameter in self.parameters() if rounding == "dither" else []:
+                local = parameter.data.to_local()
+                local.copy_(spread(local))
 
-    @torch.no_grad()
-    def copy_weights(policy, actor):
-        for copy, trained in zip(actor.parameters(), policy.parameters(), strict=True):
-            copy.copy_(rounded(trained.full_tensor()))
+        @torch.no_grad()
+        def copy_weights(self, actor):
+            for copy, trained in zip(actor.parameters(), self.parameters(), strict=True):
+                copy.copy_(rounded(trained.full_tensor()))
 
     if rounding != "none":  # this process does nothing else
-        train.make_policy, train.copy_weights = emulated_policy, copy_weights
+        train.Policy = Emulated
         # FSDP casts the shards with this function before it gathers them.
         _fsdp_param._to_dtype_if_needed = lambda W, dtype: rounded(W)
     return train.main()

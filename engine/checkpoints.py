@@ -18,12 +18,13 @@ from runtime.files import LOGS, checkpoints, how_to_resume, read_config
 LENGTHS = "training/logs.json"  # of the logs when the checkpoint was saved, in bytes
 
 
-def fingerprint(problems, held_out, template, judge=None):
-    """What tells whether a resumed run has the same data, chat template, and other model that
-    judges, if it has one: (model, tokenizer)."""
+def fingerprint(problems, held_out, template, judge=None, base=None):
+    """What tells whether a resumed run has the same data and chat template, and if it has them, the
+    same other model that judges, (model, tokenizer), and the same model to which --lora adds."""
     digest = sha256(repr((problems, held_out, template)).encode()).hexdigest()[:16]
     data = f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
-    return f"{data}, judge {mark_of(judge[0])}" if judge else data
+    data += f", judge {mark_of(judge[0])}" if judge else ""
+    return data + (f", base {mark_of(base)}" if base else "")
 
 
 def mark_of(model, *more):
@@ -75,6 +76,8 @@ def save_checkpoint(out, step, keep, actor, tokenizer, policy, optimizer):
     dist.barrier()
     try:
         dcp.save(training_state(policy, optimizer), checkpoint_id=partial / "training")
+        if hasattr(policy, "save_adapter"):  # with --lora
+            policy.save_adapter(partial / "adapter")
         if is_rank_0():
             export(actor, tokenizer, partial)
             lengths = {name: (out / name).stat().st_size for name in LOGS}

@@ -6,6 +6,7 @@ import shutil
 import torch
 import torch.distributed as dist
 
+from engine.lora import linear_layers
 from engine.sampling import free_on_gpu
 from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import InputError, require, say
@@ -15,52 +16,66 @@ from runtime.ranks import all_gather
 MOST_TOKENS = {"cuda": 16384, "cpu": 4096}  # per micro-batch; a CPU gains nothing from more
 
 
-def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False):
+def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False, lora=None):
     """Decide how to fit the policy beside the actor -> (tokens in a micro-batch, whether to offload
     to the CPU, a line for the log). longest_row: most tokens of a prompt, its completion and its
     reference.
 
     On a GPU a micro-batch holds as many tokens as fit, at least one row. If one row, or the
     micro-batch that microbatch_tokens asks for, does not fit, the policy and Adam move to CPU
-    memory. If it does not fit there either, this raises InputError before the policy is loaded. All
-    ranks decide alike, by the smallest free memory of any rank. On a CPU nothing is estimated."""
+    memory, except those of --lora, which are small. If it does not fit there either, this raises
+    InputError before the policy is loaded. All ranks decide alike, by the smallest free memory of
+    any rank. On a CPU nothing is estimated."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     most = max(longest_row, microbatch_tokens or MOST_TOKENS[device])
     if device == "cpu":
         return most, cpu_offload, f"memory: {most:,} tokens in a micro-batch"
     least = most if microbatch_tokens else longest_row
     free = 0.97 * min(all_gather([free_on_gpu()]))
-    for offload in [True] if cpu_offload else [False, True]:
-        fixed, of_token = memory_needed(actor, offload, dist.get_world_size())
+    for offload in [cpu_offload] if cpu_offload or lora else [False, True]:
+        fixed, of_token = memory_needed(actor, offload, dist.get_world_size(), lora)
         tokens = min(most, int((free - fixed) / of_token))
         if tokens >= least:
-            line = f"memory: {tokens:,} tokens in a micro-batch, about "
-            line += (
-                f"{(fixed + tokens * of_token) / 1e9:.3g} of {free / 1e9:.3g} GB beside the actor"
-            )
+            needed = (fixed + tokens * of_token) / 1e9
+            line = f"memory: {tokens:,} tokens in a micro-batch, about {needed:.3g} of "
+            line += f"{free / 1e9:.3g} GB beside the actor"
             if offload:
                 require(not (lack := host_lacks(actor)), lack)
                 line += "; policy and Adam in CPU memory"
             return tokens, offload, line
     need = f"{least} tokens in a micro-batch need about {(fixed + least * of_token) / 1e9:.3g} GB"
-    helps = "use more GPUs (torchrun), shorter rows or a smaller model"
+    helps = (
+        "use shorter rows or a smaller model" if lora else "use --lora 32 or more GPUs (torchrun)"
+    )
     raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: {helps}")
 
 
-def memory_needed(actor, cpu_offload, ranks):
+def trained_parameters(actor, lora):
+    """How many parameters are trained: all, or A and B of each linear layer."""
+    if not lora:
+        return actor.num_parameters()
+    layers = linear_layers(actor, lora).values()
+    return lora * sum(layer.in_features + layer.out_features for layer in layers)
+
+
+def memory_needed(actor, cpu_offload, ranks, lora=None):
     """Bytes that the policy needs on each rank -> without a micro-batch, and for each token of one.
     Estimated from the shapes alone. docs/running.md compares it with simulated peaks."""
     config, layers = actor.config, actor.base_model.layers
-    parameters, in_layers = (sum(p.numel() for p in m.parameters()) for m in (actor, layers))
+    parameters = trained_parameters(actor, lora)
     # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.
     state = 4 * parameters if cpu_offload else 16 * parameters / ranks
-    # FSDP gathers the embeddings, and there is the gradient of lm_head. Logits and their gradient.
-    embeddings = 2 * (parameters - in_layers) + 4 * config.vocab_size * config.hidden_size
-    logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size
+    # FSDP gathers its root group, and there is the gradient of lm_head. The root group holds the
+    # embeddings, or with --lora, which freezes these, all A and B.
+    root, head = parameters, 0
+    if not lora:
+        root -= sum(p.numel() for p in layers.parameters())
+        head = config.vocab_size * config.hidden_size
+    logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size  # and their gradient
     # Of a token: each layer's input, the activations of one layer and their gradient.
     one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
     kept = len(layers) * config.hidden_size + 2 * one_layer
-    return state + embeddings + logits, actor.dtype.itemsize * kept
+    return state + 2 * root + 4 * head + logits, actor.dtype.itemsize * kept
 
 
 def host_lacks(actor):
@@ -84,11 +99,13 @@ def moments_can_leave(actor, cpu_offload):
     return not lack
 
 
-def check_disk(actor, out, keep):
+def check_disk(actor, out, keep, lora=None):
     """Check that the checkpoints of a run fit on the disk -> a line for the log."""
     more = max(1, keep + 1 - len(checkpoints(out)))  # the oldest goes when the new one is complete
-    # fp32 weights and Adam's moments take 12 bytes for each parameter.
-    size = more * (12 + actor.dtype.itemsize) * actor.num_parameters() / 1e9
+    # fp32 weights and Adam's moments take 12 bytes for each parameter that is trained, and those of
+    # the adapter, in fp32, 4 more.
+    state = (16 if lora else 12) * trained_parameters(actor, lora)
+    size = more * (state + actor.dtype.itemsize * actor.num_parameters()) / 1e9
     free = shutil.disk_usage(out).free / 1e9
     line = f"disk: {more} more checkpoints would take {size:.3g} of {free:.3g} GB"
     require(size < free, f"--out {out}: {line}: use a smaller --keep")

@@ -8,7 +8,8 @@
 
 On a GPU both compute in bf16, on a CPU in fp32, unless --dtype says otherwise. In bf16 the actor's
 weights, and those with which the policy computes, are the trained ones rounded to the nearest. So
-that small changes arrive there, the trained ones begin where `spread` puts them.
+that small changes arrive there, the trained ones begin where `spread` puts them. With --lora the
+two copies are one: engine/lora.py.
 """
 
 import contextlib
@@ -17,20 +18,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from engine.load import load_model
 from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import require
 
 
-def make_policy(name_or_dir, cpu_offload, dtype, rounding):
-    """Load the model to train -> the policy, which computes in this dtype, and AdamW."""
-    policy = Policy(load_model(name_or_dir, "cpu", "auto"), cpu_offload, dtype, rounding)
+def make_adam(policy):
     # Fused, since the others allocate a temporary as large as one moment, 4 bytes per parameter.
     fused = policy.device.type == "cuda"
-    adam = torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=fused)
-    return policy, adam
+    return torch.optim.AdamW(policy.parameters(), weight_decay=0.0, fused=fused)
 
 
 class Policy(torch.nn.Module):
@@ -58,9 +56,11 @@ class Policy(torch.nn.Module):
         if cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         for module in [*model.base_model.layers, self]:
-            for parameter in module.parameters():
-                if parameter.dtype.itemsize < 4:
-                    parameter.data = parameter.data.float()
+            # Those of the layers are sharded already when it is the whole model's turn.
+            for parameter in (p for p in module.parameters() if not isinstance(p, DTensor)):
+                parameter.data = parameter.data.to(
+                    torch.promote_types(parameter.dtype, torch.float)
+                )
                 if rounding == "dither" and dtype == torch.bfloat16:
                     parameter.data = spread(parameter.data)
             fully_shard(module, **options)
@@ -74,6 +74,13 @@ class Policy(torch.nn.Module):
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         # The state at position t - 1 predicts the token at t.
         return token_logprobs(hidden[:, :-1][at[:, 1:]], self.model.lm_head, ids[at])
+
+    @torch.no_grad()
+    def copy_weights(self, actor):
+        """Copy all weights to the actor. To gather them in its type, if that is bf16, halves the
+        bytes."""
+        for copy, trained in zip(actor.parameters(), self.parameters(), strict=True):
+            copy.copy_(trained.to(copy.dtype).full_tensor())
 
 
 def spread(W):
@@ -91,9 +98,7 @@ def spread(W):
     """
     # Multiples of the golden ratio, modulo 1, are evenly spread, and neighbours are far apart.
     index = torch.arange(W.numel(), dtype=torch.int32, device=W.device).view_as(W)
-    place = (
-        index * -1640531527 >> 16
-    ) & 0xFFFF  # 2^32 / 1.618 = 2654435769, which is this in int32
+    place = (index * -1640531527 >> 16) & 0xFFFF  # 2^32 / 1.618, as a number of 32 bits
     moved = (W.contiguous().view(torch.int32) + place.clamp_min(1) - 2**15).view(torch.float32)
     return torch.where(W.abs() < 1e-37, W, moved)  # the bits of 0 have nothing below them
 
@@ -131,17 +136,11 @@ def check_training(policy, actor):
     policy.reshard()  # FSDP keeps the embeddings gathered after a forward pass
 
 
-@torch.no_grad()
-def copy_weights(policy, actor):
-    """Copy policy -> actor. Gathering in the actor's precision, if it is bf16, halves the bytes."""
-    for copy, trained in zip(actor.parameters(), policy.parameters(), strict=True):
-        copy.copy_(trained.to(copy.dtype).full_tensor())
-
-
 @contextlib.contextmanager
 def moments_on_host(adam, wanted=True):
     """Hold Adam's moments, 8 bytes per parameter, in CPU memory, to make room on a GPU for the keys
-    and values of samples. Each stays the tensor it is. Its memory is given back and taken again."""
+    and values of samples. The tensors that Adam holds stay the same objects. Only their memory is
+    given back and taken again."""
     states = adam.state.values() if wanted else []
     moments = [state[name].to_local() for state in states for name in ("exp_avg", "exp_avg_sq")]
     sizes = [moment.numel() for moment in moments]

@@ -6,7 +6,6 @@ decides whether a model is sampled here or with Hugging Face's generate().
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from torch.nn.attention.varlen import varlen_attn
 
 from engine import sampling
 from engine.tokens import batches, pad
@@ -21,8 +20,8 @@ def sample_pieces(model, rows, piece, stops, bar, **settings):
     """As engine.sampling.generate_pieces.
 
     All rows go on for a piece of tokens. Then those that have ended leave, and the longest of the
-    others go on, as many as fit into memory. A row that has to wait is read again later. So only
-    short rows wait, and the longest, for which all would wait in the end, never does.
+    others go on, as many as fit into memory. The shortest rows wait, and their prefill is repeated
+    later. The longest row never waits, because in the end all others would wait for it.
     """
     piece = piece or 128
     draw = drawing(**settings)
@@ -116,8 +115,13 @@ def as_graph(step):
 
 
 class Slots:
-    """The keys and values of rows of different lengths. Each layer has two long lines of tokens,
-    and a row has a stretch of them. Token 0 takes what is written for nobody."""
+    """A cache of keys and values without padding. Each layer has one long tensor of keys and one of
+    values (`lines`), in which each row owns a stretch. Finished rows write to token 0.
+
+    The order of calls: `seat` once for each piece of tokens, then for each token `next` and a pass
+    of the model, in which every layer calls `update` and `attend`. While `seat` reads prompts,
+    `used` is None: then a row attends to what is in the same pass. Otherwise a row attends to the
+    first `used` tokens of its stretch."""
 
     def __init__(self, model, tokens):
         self.model, self.tokens, self.lines, self.starts = model, 1 + tokens, [], {}
@@ -191,10 +195,17 @@ def attend(module, query, keys, values, mask, *, slots, scaling=None, **rest):
     if slots.used is None:
         how = dict(is_causal=True, scale=scaling, enable_gqa=True)
         return F.scaled_dot_product_attention(query, keys, values, **how).transpose(1, 2), None
-    # One query a row, and of its stretch, which begins at slots.begin, the keys that are used.
-    given = query[:, :, 0], keys, values, slots.rows, slots.begin, 1, slots.longest
-    out = varlen_attn(*given, scale=scaling, enable_gqa=True, seqused_k=slots.used)
-    return out[:, None], None
+    # One query for each row, against the stretch of keys that begins at slots.begin and of which
+    # slots.used are there. This op is torch's own FlashAttention, from 2.10 on. From 2.13 on the
+    # public torch.nn.attention.varlen.varlen_attn can do the same. The arguments after the lengths
+    # are dropout, is_causal and return_debug_mask, and the first of five results is the attention.
+    attention, *_ = torch.ops.aten._flash_attention_forward(
+        *(query[:, :, 0], keys, values, slots.rows, slots.begin, 1, slots.longest),
+        *(0.0, False, False),
+        scale=scaling,
+        seqused_k=slots.used,
+    )
+    return attention[:, None], None
 
 
 hf.AttentionInterface.register("slots", attend)

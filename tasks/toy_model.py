@@ -19,8 +19,8 @@ from engine.supervised import finetune
 from runtime.cli import as_input_error, is_rank_0
 from tasks import toy
 
-# What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE holds
-# for the toy's own model only.
+# What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE and
+# LORA_RATE hold for the toy's own model only.
 FLAGS = {
     "dataset": "toy",
     "steps": 200,
@@ -32,6 +32,7 @@ FLAGS = {
     "eval_every": 20,
 }
 LEARNING_RATE = {"lr": 6e-4, "lr_end": 0.1}
+LORA_RATE = {"lr": 2e-3, "lr_end": 0.1}
 
 # This chat template keeps the last message up to the request for a box, which is the question.
 CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\nPlease reason')[0] + '\n' }}"

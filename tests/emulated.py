@@ -1,25 +1,30 @@
-"""What the sampler uses on a GPU, on a CPU: attention, which checks what torch's C++ checks, and a
-CUDA graph, which records operations, leaves no trace, and repeats them on the same tensors."""
+"""What the sampler uses on a GPU, on a CPU: the flash op, which checks what torch's C++ checks, and
+a CUDA graph, which records operations, leaves no trace, and repeats them on the same tensors."""
 
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, enable_gqa, seqused_k):
-    """torch's, for one query per row. Row b has seqused_k[b] keys from cu_k[b] on."""
+def flash(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, seqused_k=None, **_
+):
+    """mha_varlen_fwd of flash_api.cpp for one query per row. Row b has seqused_k[b] keys from
+    cu_k[b] on."""
     rows, heads, dim = q.shape
     assert dim % 8 == 0, "head_size should be a multiple of 8"
     for each, size in (cu_q, rows + 1), (cu_k, rows + 1), (seqused_k, rows):
         assert each.dtype == torch.int32 and each.is_contiguous() and each.shape == (size,)
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and k.shape == v.shape
-    assert enable_gqa and max_q == 1
-    at = torch.arange(max_k)
-    where, used = (cu_k[:-1, None] + at).clamp_max(len(k) - 1), at < seqused_k[:, None]
-    keys, values = (x[where].transpose(1, 2).float() for x in (k, v))  # [rows, heads, max_k, dim]
-    how = dict(attn_mask=used[:, None, None], scale=scale, enable_gqa=True)
-    return F.scaled_dot_product_attention(q[:, :, None].float(), keys, values, **how)[:, :, 0].to(q)
+    assert max_q == 1 and 1 <= int(seqused_k.min()) and int(seqused_k.max()) <= max_k
+    out, groups = torch.empty_like(q), heads // k.shape[1]
+    for b, (start, used) in enumerate(zip(cu_k.tolist(), seqused_k.tolist())):
+        keys, values = (x[start : start + used].float() for x in (k, v))
+        grouped = q[b].float().view(-1, groups, dim)
+        p = (torch.einsum("hgd,nhd->hgn", grouped, keys) * (scale or dim**-0.5)).softmax(-1)
+        out[b] = torch.einsum("hgn,nhd->hgd", p, values).reshape(heads, dim)
+    nothing = q.new_empty(0)
+    return out, nothing, nothing, nothing, nothing
 
 
 class Record(TorchDispatchMode):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import load, policy
+from engine import load, lora, policy
 from rloo import update
 from runtime import cli, ranks
 
@@ -71,10 +71,11 @@ def train_and_print_rows():
     return train.main()
 
 
-def two_updates(model_dir, rows, budget, lr, path):
+def two_updates(model_dir, rows, budget, lr, path, lora_rank=None):
     """Two optimizer steps; rank 0 saves what they did."""
     device = ranks.init_ranks()
-    model = policy.Policy(load.load_model(model_dir, "cpu", torch.float32).to(device))
+    model = load.load_model(model_dir, "cpu", torch.float32).to(device)
+    model = lora.LoraPolicy(model, lora_rank, "dither", 0) if lora_rank else policy.Policy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     done = [update(model, optimizer, rows, lr, budget) for _ in range(2)]
     weights = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}

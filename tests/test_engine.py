@@ -1,5 +1,6 @@
 """The language model underneath: tokens as bytes, sampling, the policy."""
 
+import copy
 import json
 import os
 import re
@@ -139,15 +140,64 @@ def test_bf16_on_a_cpu(tokenizer, tmp_path):
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     found = {}
     for dtype in torch.float32, torch.bfloat16:
-        trained, _ = policy.make_policy(directory, False, dtype)
+        trained = policy.Policy(load.load_model(directory, "cpu", "auto"), False, dtype)
         found[dtype] = trained(ids, torch.arange(6)[None] > 0)
         found[dtype].sum().backward()
         kinds = {(p.dtype, p.grad.dtype) for p in trained.parameters()}
         assert kinds == {(torch.float32, torch.float32)}
         for ours, theirs in zip(trained.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(ours.full_tensor(), theirs)
+            assert torch.equal(ours.full_tensor().to(dtype), theirs.to(dtype))
     difference = (found[torch.float32] - found[torch.bfloat16]).abs().max()
     assert 1e-5 < difference < 0.2
+
+
+def test_small_changes_survive_rounding_in_the_mean():
+    """They move some weights to the next bf16 number. Rounded to the nearest, hardly any weight
+    would move. Numbers of bf16 stay where they are, at both sides of a power of two and at 0."""
+    W = torch.randn(300, 500).mul(0.02).bfloat16().float()
+    for change in 1e-6, -1e-5, 3e-5:
+        near, spread = ((x + change).bfloat16() - W for x in (W, policy.spread(W)))
+        assert spread.mean() == pytest.approx(change, rel=0.05)
+        assert abs(near.mean()) < 0.5 * abs(change)
+    for value in 0.0, -0.0, 1.0, -1.0, 2**-7, 3.0, -1e-30, 3e38:
+        numbers = torch.full((70_000,), value).bfloat16().float()
+        assert torch.equal(policy.spread(numbers).bfloat16().float(), numbers), value
+    finer = torch.randn(500, 500)  # fp32, between the numbers of bf16
+    assert abs((policy.spread(finer).bfloat16() - finer).mean()) < 3e-5
+    places = policy.spread(torch.ones(1000, 4096)).view(torch.int32) - torch.ones(()).view(
+        torch.int32
+    )
+    for part in places, places[:, :50], places[7]:  # of all, of some columns, of a row
+        share = torch.histc(part.float(), bins=8, min=-(2**15), max=2**15) / part.numel()
+        assert (share - 1 / 8).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("rounding", ["dither", "nearest"])
+def test_the_actor_has_the_weights_with_which_the_policy_computes(rounding):
+    """To the bit, before an update in bf16 and after it. A small update changes the weights of bf16
+    only with "dither"."""
+    actor = tiny_model(64, initializer_range=0.1).to(torch.bfloat16)
+    trained = policy.Policy(copy.deepcopy(actor), False, torch.bfloat16, rounding)
+    loaded, used = copy.deepcopy(actor), {}
+    for name, module in trained.model.named_modules():
+        for of, _ in module.named_parameters(recurse=False):
+            path = f"{name}.{of}".lstrip(".")
+            module.register_forward_hook(
+                lambda m, *_, path=path, of=of: used.update({path: getattr(m, of).detach().clone()})
+            )
+    changed = 0
+    for step in range(2):
+        trained.copy_weights(actor)
+        trained(torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None] > 0)
+        for name, p in actor.named_parameters():
+            assert name in used and torch.equal(p, used[name]) and p.dtype == torch.bfloat16
+            changed += (p != loaded.get_parameter(name)).sum().item()
+        assert step or not changed  # what was loaded is a number of bf16 already
+        trained.reshard()
+        for p in trained.parameters():
+            p.data.to_local().add_(1e-6)
+    share = changed / actor.num_parameters()
+    assert share > 2e-3 if rounding == "dither" else share < 2e-3, share
 
 
 def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_path):
@@ -320,7 +370,7 @@ def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, setti
             load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
         return
     actor, _ = load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
-    trained, _ = policy.make_policy(tmp_path, False, torch.float32)
+    trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"))
     policy.check_training(trained, actor)
     context, answer = tokenizer.encode("so it is \\boxed"), "14 eggs"
     score = answer_logprobs(actor, tokenizer, [context], [answer])
@@ -330,7 +380,7 @@ def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, setti
 def test_noise_in_training_mode_is_refused(tokenizer, tmp_path):
     save(tmp_path, tiny_model(len(tokenizer)), tokenizer)
     actor, _ = load.load(tmp_path, "cpu")
-    trained, _ = policy.make_policy(tmp_path, False, torch.float32)
+    trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"))
     trained.model.lm_head.register_forward_hook(lambda module, inputs, logits: 1.01 * logits)
     with pytest.raises(InputError, match="qwen3 is not supported: its log-probabilities in tra"):
         policy.check_training(trained, actor)

@@ -71,7 +71,7 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     flags += " --out run --save-every 1 --dtype fp32 --sampler auto"
     _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
-    assert named - {"--resume", "--epochs"} == set(re.findall(r"--[a-z][\w-]*", flags))
+    assert named - {"--resume", "--epochs", "--lora"} == set(re.findall(r"--[a-z][\w-]*", flags))
     monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
     code, _, err = script(train, flags)
     assert code == 0, err
@@ -101,6 +101,9 @@ FLAGS = {
     "--epochs 2": dict(dataset="toy", epochs=2, steps=None),
     "--model X": dict(dataset="math7.5k", epochs=5, m=16, lr=1e-6, eval_every=50),
     "--model X --dataset toy": dict(lr=1e-6, lr_end=1.0, samples=8, eval_dataset="toy-test"),
+    "--lora 8": dict(lora=8, lr=2e-3, lr_end=0.1),
+    "--model X --lora 1": dict(lora=1, lr=1e-5),
+    "--model X --lora 1 --lr 2e-6": dict(lora=1, lr=2e-6),
 }
 
 

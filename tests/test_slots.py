@@ -8,7 +8,6 @@ import emulated
 import pytest
 import torch
 from conftest import needs_cuda, tiny_model
-from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationConfig
 
 from engine import load, sampling, slots
@@ -16,14 +15,19 @@ from engine.slots import Slots
 from runtime.cli import InputError
 
 STOPS = [*range(1, 60, 6)]
+OP = []  # the emulated one
 
 
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch):
     """As if there was one, of a kind that will do."""
     monkeypatch.setattr(slots, "as_graph", emulated.as_graph)
-    monkeypatch.setattr(slots, "varlen_attn", emulated.varlen_attn)
     monkeypatch.setattr(load, "SLOTS_ON", "cpu")
+    OP.append(torch.library.Library("aten", "IMPL"))
+    OP[0].impl("_flash_attention_forward", emulated.flash, "CPU")
+    yield
+    while OP:
+        OP.pop()._destroy()
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -167,9 +171,9 @@ def test_what_cannot_be_captured_is_an_error_at_load(tokenizer, monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_what_the_op_refuses_keeps_generate(tokenizer, capfd, monkeypatch):
+def test_what_the_op_refuses_keeps_generate(tokenizer, capfd):
     """As an old card or fp32 would be: here a CPU, on which torch has no such op."""
-    monkeypatch.setattr(slots, "varlen_attn", varlen_attn)
+    OP.pop()._destroy()
     sampler, said = chosen(make("qwen3"), tokenizer, capfd)
     assert sampler is None and "engine/slots.py fails (Could not run" in said
 
