@@ -58,9 +58,8 @@ class Policy(torch.nn.Module):
         for module in [*model.base_model.layers, self]:
             # Those of the layers are sharded already when it is the whole model's turn.
             for parameter in (p for p in module.parameters() if not isinstance(p, DTensor)):
-                parameter.data = parameter.data.to(
-                    torch.promote_types(parameter.dtype, torch.float)
-                )
+                if parameter.dtype.itemsize < 4:
+                    parameter.data = parameter.data.float()
                 if rounding == "dither" and dtype == torch.bfloat16:
                     parameter.data = spread(parameter.data)
             fully_shard(module, **options)

@@ -22,7 +22,8 @@ def chat_messages(problem):
 
 def encode_prompt(tokenizer, problem):
     """The prompt as token ids, through the chat template, or as plain text if the tokenizer has
-    none."""
+    none. Whether a model thinks first is left to its template. A thought is then a part of the
+    solution, and a box inside it counts like any other: the last closed box is the answer."""
     messages = chat_messages(problem)
     if not tokenizer.chat_template:
         return encode_plain(tokenizer, "".join(m["content"] + "\n\n" for m in messages))
@@ -40,19 +41,20 @@ def encode_message(tokenizer, text):
     return encode(before) + encode(text, split_special_tokens=True) + encode(after)
 
 
-def through_template(tokenizer, messages):
-    """The text that the chat template makes of messages. Models that can think before they answer
-    are told not to. InputError if the template, which is a program, fails."""
-    options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
+def through_template(tokenizer, messages, **options):
+    """The text that the chat template makes of messages, with other options of its own. InputError
+    if the template, which is a program, fails."""
+    options |= {"add_generation_prompt": True, "tokenize": False}
     with as_input_error("the chat template fails"):
         return tokenizer.apply_chat_template(messages, **options)
 
 
 def around_message(tokenizer, *before):
     """What a chat template puts before and after a user's message, which it has to show once.
-    before: other messages."""
+    before: other messages. A model that can think before it answers is told not to."""
     mark = "\x00"
-    chat = through_template(tokenizer, [*before, {"role": "user", "content": mark}])
+    messages = [*before, {"role": "user", "content": mark}]
+    chat = through_template(tokenizer, messages, enable_thinking=False)
     require(chat.count(mark) == 1, "the chat template does not show the user's message once")
     return chat.split(mark)
 

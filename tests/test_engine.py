@@ -178,26 +178,25 @@ def test_the_actor_has_the_weights_with_which_the_policy_computes(rounding):
     only with "dither"."""
     actor = tiny_model(64, initializer_range=0.1).to(torch.bfloat16)
     trained = policy.Policy(copy.deepcopy(actor), False, torch.bfloat16, rounding)
-    loaded, used = copy.deepcopy(actor), {}
+    loaded, used, moved = copy.deepcopy(actor), {}, []
     for name, module in trained.model.named_modules():
         for of, _ in module.named_parameters(recurse=False):
             path = f"{name}.{of}".lstrip(".")
             module.register_forward_hook(
                 lambda m, *_, path=path, of=of: used.update({path: getattr(m, of).detach().clone()})
             )
-    changed = 0
     for step in range(2):
         trained.copy_weights(actor)
         trained(torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None] > 0)
         for name, p in actor.named_parameters():
             assert name in used and torch.equal(p, used[name]) and p.dtype == torch.bfloat16
-            changed += (p != loaded.get_parameter(name)).sum().item()
-        assert step or not changed  # what was loaded is a number of bf16 already
+            moved += [(p.float() - loaded.get_parameter(name).float()).flatten()]
+        assert step or not torch.cat(moved).any()  # what was loaded are numbers of bf16 already
         trained.reshard()
         for p in trained.parameters():
-            p.data.to_local().add_(1e-6)
-    share = changed / actor.num_parameters()
-    assert share > 2e-3 if rounding == "dither" else share < 2e-3, share
+            p.data.to_local().add_(1e-5)
+    mean = torch.cat(moved).mean().item() * 2  # of both steps
+    assert mean == pytest.approx(1e-5, rel=0.1) if rounding == "dither" else mean < 5e-6
 
 
 def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_path):
@@ -329,8 +328,7 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
         assert tokenizer.decode(encode_prompt(tokenizer, problem)) == f"{problem.question}\n"
     of_system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     expected = f"{of_system}<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
-    if "enable_thinking" in qwen_tokenizer.chat_template:  # Qwen3's: it is told not to think
-        expected += "<think>\n\n</think>\n\n"
+    # The paper's prompt. Qwen3's template adds an empty thought only where it is told to.
     assert qwen_tokenizer.decode(encode_prompt(qwen_tokenizer, letter)) == expected
     plain = toy_model.build_tokenizer()
     plain.chat_template = None

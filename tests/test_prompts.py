@@ -81,8 +81,9 @@ def test_a_template_that_does_not_show_the_message_is_refused(template):
 
 
 def test_all_are_asked_in_one_way():
-    """Without thinking, where the template knows it. Without a template behind the token that
-    begins a text, and without the one that some tokenizers append."""
+    """Who is asked about an answer is told not to think, where the template knows that, and who is
+    asked the question is told nothing. Without a template a text stands behind the token that
+    begins one, and without the token that some tokenizers append."""
     tokenizer, problem = toy_model.build_tokenizer(), Problem("How many?", "14", "text")
 
     def asked():
@@ -91,7 +92,8 @@ def test_all_are_asked_in_one_way():
         yield general_verifier.encode(tokenizer, (problem, "14"), "{question}")
 
     tokenizer.chat_template = PIECE + "{% if enable_thinking is false %}done{% endif %}"
-    assert [tokenizer.decode(ids)[-4:] for ids in asked()] == ["done"] * 3
+    told = [tokenizer.decode(ids).endswith("done") for ids in asked()]
+    assert told == [False, True, True]
     tokenizer.chat_template = None
     plain = list(asked())
     special = [("<eos>", tokenizer.eos_token_id), ("<pad>", tokenizer.pad_token_id)]
