@@ -386,7 +386,7 @@ def test_noise_in_training_mode_is_refused(tokenizer, tmp_path):
 
 PLANS = [  # GB of the card, flags -> the line of the log, or what is refused
     (83, {}, "memory: 9,827 tokens"),
-    (24, {}, "6144 tokens .* about 22.9 GB .* and 15.5 are free: use more GPUs"),
+    (24, {}, "6144 tokens .* about 22.9 GB .* and 15.5 are free: use --lora 32 or more GPUs"),
     (141, dict(cpu_offload=True), "16,384 tokens .*; policy and Adam in CPU memory$"),
     (83, dict(microbatch_tokens=16_384), "16,384 tokens .*; policy and Adam in CPU memory"),
     (34, dict(microbatch_tokens=16_384), "16384 tokens in a micro-batch need"),
