@@ -203,7 +203,7 @@ def test_what_cannot_be_seen_is_no_part_of_a_reference(load_rows, capsys):
     rows += [{"question": "3", "answer": a} for a in ("[1, 2]", "a\u200cb")]
     assert [p.reference for p in load_rows(rows)] == ["Paris", "é", "[1, 2]", "a\u200cb"]
     said = capsys.readouterr().err
-    assert "is a list written as text: make it a list of JSON (2 of 7: rows [4, 5])" in said
+    assert "written as text: make it a list of JSON (2 of 7: rows [4, 5])" in said
 
 
 def test_the_verifier_of_a_row_comes_first(load_rows, capsys, monkeypatch):
