@@ -10,6 +10,7 @@ ending.
 
 from runtime.cli import Parser, printable, require, run_script, shorten  # isort: split
 
+import io
 import math
 import os
 from pathlib import Path
@@ -23,7 +24,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 from matplotlib.font_manager import get_font_names
 
-from runtime.files import read_config, read_rows
+from runtime.files import read_config, read_rows, write_atomically
 
 CJK = "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans"
 matplotlib.rcdefaults()  # without the user's matplotlibrc
@@ -176,8 +177,10 @@ def names_of(runs):
 
 
 def save(figure, out):
-    figure.savefig(out, bbox_inches="tight", dpi=110)
+    image = io.BytesIO()
+    figure.savefig(image, format=out.suffix[1:], bbox_inches="tight", dpi=110)
     plt.close(figure)
+    write_atomically(out, image.getvalue())
     print(out)
 
 

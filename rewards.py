@@ -219,7 +219,9 @@ REWARDS = {
 def R_by_name(name: str, judged: list[Judged]) -> torch.Tensor:
     """R [B, N] of a step, checked."""
     R = [REWARDS[name].of(each) for each in judged]
-    for R_group, each in zip(R, judged):
-        fits = R_group.shape == (len(each.group.answers),) and R_group.isfinite().all()
-        require(fits, f"the reward {name!r} must give each sample a finite number, not {R_group}")
+    for i, each in enumerate(judged):
+        problem = f"the reward {name!r} must give each sample a finite number, not {R[i]}"
+        with as_input_error(problem):  # of what is no number
+            R[i] = torch.as_tensor(R[i], dtype=torch.float32, device="cpu")
+        require(R[i].shape == (len(each.group.answers),) and R[i].isfinite().all(), problem)
     return torch.stack(R)

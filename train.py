@@ -142,6 +142,9 @@ def load_questions(args):
     problems, held_out = load_problems(args.dataset, verifier=args.verifier), []
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
+        if both := {each.question for each in problems} & {each.question for each in held_out}:
+            trained = f"{len(both)} of its {len(held_out)} questions are also in {args.dataset}"
+            cli.say(f"{args.eval_dataset}: {trained}, so pass@1 is not that of new questions")
     return problems, held_out
 
 

@@ -1,5 +1,6 @@
 """Load a model and its tokenizer, check that the method's assumptions hold for it, and save it."""
 
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -14,10 +15,6 @@ from engine import slots
 from engine.sampling import generate, sampling_config
 from engine.tokens import vocabulary
 from runtime.cli import InputError, as_input_error, message_of, require, say
-
-# A base model ends its text with one token, a chat model its turn with another. Stop at either.
-STOPS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<end_of_turn>"}
-
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SLOTS_ON = "cuda"  # the device of engine/slots.py
@@ -98,12 +95,27 @@ def reset_generation_config(model, tokenizer):
     scoring leaves them in the softmax.)"""
     model.tokenizer_size = 1 + max(tokenizer.get_vocab().values())
     stops = model.generation_config.eos_token_id  # None, an id or a list
+    # A base model ends its text with one token, a chat model its turn with another. Stop at either,
+    # and at padding, which some models write in place of an end.
     stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
-    stops |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in STOPS}
+    stops |= {tokenizer.pad_token_id, turn_end(tokenizer)}
     usable = sorted(i for i in stops - {None} if i < model.tokenizer_size)
     require(usable, "neither the model nor the tokenizer has an end-of-text token")
     # pad_token_id is only padding: a completion ends at its first stop.
     model.generation_config = GenerationConfig(eos_token_id=usable, pad_token_id=usable[0])
+
+
+def turn_end(tokenizer):
+    """The token with which the chat template ends an assistant's turn: the first added token after
+    an answer, or, since some templates end only turns that are followed by another, between an
+    answer and a question. None if there is no such token, or if the template fails."""
+    added = tokenizer.added_tokens_decoder
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ANSWER"}]
+    for more in [], chat[:1]:
+        with contextlib.suppress(Exception):  # a template is a program
+            text = tokenizer.apply_chat_template(chat + more, tokenize=False)
+            after = tokenizer.encode(text.split("ANSWER")[1], add_special_tokens=False)
+            return next(i for i in after if i in added and added[i].content.strip())
 
 
 def export(model, tokenizer, directory: str | Path) -> None:

@@ -6,10 +6,13 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
+
+from runtime import interrupted
 
 # ------------------------------------------------------------------------------------ what is wrong
 
@@ -59,6 +62,8 @@ def run_script(main):
         logging.disable(logging.WARNING)
     code = 2
     try:
+        if signal.getsignal(signal.SIGINT) is interrupted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(main())
     except KeyboardInterrupt:
         code, message = 130, "stopped by Ctrl-C"
@@ -68,7 +73,7 @@ def run_script(main):
         if not out_of_memory(error):
             raise
         message = f"{error}: use fewer tokens at a time (in train.py --microbatch-tokens)"
-    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -110,7 +115,7 @@ def number(kind, low, high=float("inf")):
 
 
 def is_rank_0():
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
 def say(text):
@@ -118,7 +123,7 @@ def say(text):
     # Nothing is lost if the log's reader is gone, or if a signal's line interrupts another line.
     with contextlib.suppress(OSError, RuntimeError):
         if is_rank_0():
-            tqdm.write(text, file=sys.stderr)
+            tqdm.write(printable(text), file=sys.stderr)
 
 
 def shorten(text, most):

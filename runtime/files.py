@@ -1,6 +1,8 @@
 """Read and write the files of runs and data sets. Does not import torch."""
 
+import csv
 import fcntl
+import io
 import json
 from pathlib import Path
 
@@ -9,43 +11,58 @@ import pyarrow.parquet
 
 from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
 
-FORMATS = (".jsonl", ".json", ".parquet")
+FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"  # of a run, only appended to
 
 
-def read_rows(path: str | Path) -> list[dict]:
-    """The rows of a .jsonl, .json or .parquet file -> list of dicts. Values are not converted,
-    because readers that guess types turn "014" into 14. InputError names the first bad row."""
+def read_rows(path: str | Path, columns=None, parse_float=float) -> list[dict]:
+    """The rows of a .jsonl, .json, .parquet or .csv file -> list of dicts. Values are not
+    converted, because readers that guess types turn "014" into 14. InputError names the first bad
+    row. columns: see table_rows. parse_float: what reads a number of JSON that is no integer."""
     path = Path(path)
     ending = path.suffix.lower()
     require(ending in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
     require(path.is_file(), f"{path}: no such file")
     rows = []
     try:
-        for row in parse_rows(path, ending):
-            if not isinstance(row, dict):
+        for row in parse_rows(path, ending, columns, parse_float):
+            if not isinstance(row, dict) or None in row:  # more cells of CSV than columns
                 raise ValueError(f"got {row!r:.40}")
-            # JSON may hold a lone surrogate, which is not UTF-8. No tokenizer takes it.
+            # A lone surrogate is not UTF-8. No tokenizer takes it.
             json.dumps(row, ensure_ascii=False, default=str).encode()
             rows.append(row)
-    # RuntimeError: nested too deeply
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        problem = f"{path}, row {len(rows) + 1}: expected objects with named columns"
+    except Exception as error:  # libraries raise errors of many types
+        problem = f"{path}, row {len(rows) + 1}: expected objects with named columns, as UTF-8"
         raise InputError(f"{problem} ({message_of(error)})") from error
     return rows
 
 
-def parse_rows(path, ending):
+def parse_rows(path, ending, columns, parse_float):
     if ending == ".parquet":
-        return table_rows(pyarrow.parquet.read_table(path))
-    text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
+        return table_rows(pyarrow.parquet.read_table(path), columns)
+    content = path.read_bytes()  # of UTF-16, too, as Windows writes; a bad byte stays in its row
+    text = content.decode(json.detect_encoding(content), "surrogateescape")
+    if ending == ".csv":
+        csv.field_size_limit(2**31 - 1)
+        return map(of_cells, csv.DictReader(io.StringIO(text, newline=""), strict=True))
+    parse = json.JSONDecoder(parse_float=parse_float).decode
     if text.lstrip().startswith("["):  # the file is one list
-        return json.loads(text)
-    return map(json.loads, filter(str.strip, text.split("\n")))
+        return parse(text)
+    return map(parse, filter(str.strip, text.split("\n")))
 
 
-def table_rows(table):
-    """The rows of a pyarrow table as dicts, with floats as they are printed."""
+def of_cells(row):
+    """A row of CSV: all values are text, but a list of texts, as JSON writes it, is a list."""
+    lists = [name for name, cell in row.items() if str(cell).startswith('["')]
+    return row | {name: json.loads(row[name]) for name in lists}
+
+
+def table_rows(table, columns=None):
+    """The rows of a pyarrow table as dicts, with floats as they are printed. If columns are named,
+    the values of others are None, since some cannot be converted (the year 294247)."""
+    for i, name in enumerate(table.column_names):
+        if columns and name not in columns:
+            table = table.set_column(i, name, pyarrow.nulls(len(table)))
     of = pyarrow.struct(table.schema)
     return [as_printed(row, of) for row in table.to_pylist()]
 
@@ -62,13 +79,13 @@ def as_printed(value, of):
     return float(str(numpy.float16(value) if "halffloat" in str(of) else numpy.float32(value)))
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside path, then rename. A killed process leaves the old file or the new one. Only
     rank 0 writes."""
     if is_rank_0():
         partial = path.with_name(path.name + ".partial")
         with as_input_error(f"cannot write {path}"):
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
             partial.replace(path)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime.cli import is_rank_0, require, say
+from runtime.cli import as_input_error, is_rank_0, require, say
 from runtime.files import lock
 
 
@@ -31,7 +31,8 @@ def init_ranks():
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:  # set by torchrun; a cluster may export a MASTER_ADDR of its own
         # Ranks wait for the one that samples longest, and for rank 0 to write files.
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+        with as_input_error("RANK is set: start with torchrun, or unset it"):
+            dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         # Without this, a script that ends early is sometimes aborted by its threads.

@@ -51,13 +51,18 @@ HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(.+))?")
 CONTEXTS = "context", "passage", "article"  # the text that a question is about
 COLUMNS = {"question", "problem", "answer", "solution", "options", "choices", "answer_letter"}
 COLUMNS |= {"verifier", *CONTEXTS}
+# What is no value: no text, or what pandas and spreadsheets write. ("None" or "NA" may be right.)
+MISSING = re.compile(r"^\s*(-?nan|-?NaN|NaT|<NA>|#NA|#N/A( N/A)?|#[A-Z/0]+[!?]|Err:\d{3})?\s*$")
+# A list, dict, tuple or array of texts as Python writes it. ("[1, 2]" and "{1, 2}" may be right.)
+CONTAINER = re.compile(r"""(?s)[\[{][\[{(\s]*["'].*[\]}]|\(["'].*["'],.*\)|(\w+\.)?array\(.*\)""")
 
 
 def load_problems(
     name_or_path: str | Path, limit: int | None = None, verifier: str | None = None
 ) -> list[Problem]:
     """Load a data set -> list[Problem], only the first `limit` if it is given. The data set is a
-    name in TOY or HUB, a local .jsonl, .json or .parquet file, or the id of another one on the hub.
+    name in TOY or HUB, a local .jsonl, .json, .parquet or .csv file, or the id of another one on
+    the hub.
 
     Columns: `question` or `problem`; `context`, `passage` or `article`, which come before it;
     `answer`, one or a list of which each is right, or `solution` with a box; `options` or `choices`
@@ -108,7 +113,7 @@ def load_rows(name):
         rows = hub_rows(*hub_id.groups())
         return [row for row in rows if name != "webinstruct" or beyond_mathematics(row)], "math"
     require(is_file, f"{name}: neither a file nor one of {NAMES}, OWNER/NAME")
-    return read_rows(path), "text"
+    return read_rows(path, COLUMNS, number), "text"
 
 
 def hub_rows(path, config, split):
@@ -116,7 +121,7 @@ def hub_rows(path, config, split):
 
     with as_input_error(f"cannot load {path} from the Hugging Face hub"):
         data_set = datasets.load_dataset(path, config, split=split or "train")
-    return table_rows(data_set.with_format("arrow")[:])
+    return table_rows(data_set.with_format("arrow")[:], COLUMNS | {"category", "difficulty"})
 
 
 def beyond_mathematics(row):
@@ -128,6 +133,7 @@ def beyond_mathematics(row):
 def to_problem(row: dict, verifier: str) -> Problem:
     """One row -> Problem, with this verifier if the row names none. InputError says why the row
     cannot be used, in the same words for all rows of which that is true."""
+    row = {name: value for name, value in row.items() if not MISSING.match(str(value))}
     question = row.get("question") or row.get("problem")
     options = row.get("options") or row.get("choices")
     require(isinstance(question, str) and question.strip(), "no question (`question`, `problem`)")
@@ -168,7 +174,7 @@ def find_references(row, options):
 def find_reference(answer, options):
     """A reference verbatim, except that numbers become text, and that white space at its ends and a
     box around all of it are taken off. With options it is the letter of the one that is named."""
-    text = tidy(as_text(answer) or "")
+    text = MISSING.sub("", tidy(as_text(answer) or ""))
     _, mark, last_line = text.rpartition("####")  # GSM8K writes its working before this mark
     if mark and "\n" not in last_line.strip():
         text = re.sub(r"^\$(?=[\d.,]+$)", "", last_line.strip())
@@ -176,8 +182,8 @@ def find_reference(answer, options):
     if box and text == rf"\boxed{{{box[1]}}}":
         text = tidy(box[1])
     require(text, "no reference (`answer` as text or number, or `solution` with a box)")
-    is_list = re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", text)
-    require(not is_list, "the reference is a list written as text: make it a list of JSON")
+    written = "the reference is a list, a dict or an array written as text: make it a list of JSON"
+    require(not CONTAINER.fullmatch(text), written)
     if options:
         return letter_of(text if isinstance(answer, str) else answer, options)
     whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
@@ -213,11 +219,15 @@ def by_letter(options):
 
 
 def as_text(value):
-    """Text as it is, and a finite number written out: 1e-05 as "0.00001", and 27.0 as "27", since a
-    column of integers with a gap is often stored as floats. Decimals keep their zeros. None for
-    anything else, such as nan, True or a list."""
-    if type(value) is float and abs(value) < math.inf:
-        return f"{Decimal(repr(value + 0.0)):f}".removesuffix(".0")  # -0.0 + 0.0 is 0.0
-    if type(value) in (int, Decimal):
-        return f"{Decimal(value):f}"
+    """Text as it is, and a finite number written out: 1e-05 as "0.00001". Decimals keep their
+    zeros. None for anything else, such as nan, True or a list."""
+    if type(value) in (int, float, Decimal):
+        value = number(repr(value)) if type(value) is float else Decimal(value)
+        return f"{value:zf}" if value.is_finite() and abs(value.adjusted()) < 400 else None
     return value if isinstance(value, str) else None
+
+
+def number(text):
+    """The number that a text names, with all its digits. But 27.0 is 27, since a column of integers
+    with a gap is often stored as floats."""
+    return Decimal(text.removesuffix(".0"))

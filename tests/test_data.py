@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from engine.tokens import split_answer
 from runtime.cli import InputError
-from runtime.files import table_rows
+from runtime.files import read_rows, table_rows
 from tasks import toy
 from tasks.data import Problem, load_problems
 from tasks.verifiers import VERIFIERS, verify
@@ -102,6 +102,130 @@ def test_numbers_of_parquet_are_as_printed(tmp_path):
         table = pyarrow.table({"question": ["q"] * 3, "answer": ["B"] * 3, "options": options})
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
         assert load_problems(tmp_path / "rows.parquet")[2].question == "q\nA: 0.5\nB: 0.1"
+
+
+WRITTEN = {  # a number in a file of JSON: as text
+    "1.50": "1.50",
+    "-0.10": "-0.10",
+    "98765432109876543210.123456789012345678901": "98765432109876543210.123456789012345678901",
+    "12345678901234567890123": "12345678901234567890123",
+    "2.0": "2",  # a column of integers with a gap
+    "-0.0": "0",
+    "1.20E+3": "1200",  # as a Decimal prints it
+    "1e400": None,
+    "1e-999999999": None,
+}
+
+
+def test_numbers_of_json_keep_their_digits(tmp_path):
+    rows = [f'{{"question": "q", "answer": [{number}, "x"]}}' for number in WRITTEN]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "rows.json").write_text(f"[{','.join(rows)}]")
+    expected = [(text, "x") if text else ("x",) for text in WRITTEN.values()]
+    for name in "rows.jsonl", "rows.json":
+        assert [p.references for p in load_problems(tmp_path / name)] == expected
+    assert read_rows(tmp_path / "rows.jsonl")[0]["answer"] == [1.5, "x"]  # in logs they are floats
+
+
+def test_csv_is_read_as_it_stands(tmp_path, capsys):
+    text = """answer,question,options,verifier
+014,"Which, of
+two?",,
+2.50,q,,math
+"[""Bo"", ""B. O.""]",r,,nan
+b,s,"[""a"", ""b""]"
+
+,t
+[x,u
+""".replace("\n", "\r\n")
+    (tmp_path / "rows.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    problems = load_problems(tmp_path / "rows.csv")
+    assert [p.references for p in problems] == [
+        ("014",),
+        ("2.50",),
+        ("Bo", "B. O."),
+        ("B",),
+        ("[x",),
+    ]
+    assert [p.verifier for p in problems] == ["text", "math", "text", "letter", "text"]
+    assert problems[0].question == "Which, of\r\ntwo?" and problems[3].question == "s\nA: a\nB: b"
+    assert "with a box) (1 of 6: rows [5])" in capsys.readouterr().err
+    (tmp_path / "rows.csv").write_text("question,answer\nq,1\nr,1,250\n")
+    with pytest.raises(InputError, match="rows.csv, row 2: expected "):
+        load_problems(tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_a_byte_that_is_not_utf_8_is_named_with_its_row(tmp_path, name):
+    rows = [{"question": "q", "answer": "ö" if i == 2 else "1"} for i in range(4)]
+    text = {
+        "rows.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+        "rows.json": json.dumps(rows, ensure_ascii=False, indent=1),
+        "rows.csv": "question,answer\n" + "\n".join(f"q,{row['answer']}" for row in rows),
+    }[name]
+    for encoding in "utf-8-sig", "utf-16", "utf-16-le":
+        (tmp_path / name).write_text(text, encoding=encoding)
+        assert [p.reference for p in load_problems(tmp_path / name)] == ["1", "1", "ö", "1"]
+    for encoding in "latin-1", "cp437":
+        (tmp_path / name).write_text(text, encoding=encoding)
+        with pytest.raises(InputError, match=f"{name}, row 3: .* as UTF-8"):
+            load_problems(tmp_path / name)
+
+
+def test_a_column_that_is_not_used_is_not_converted(tmp_path, monkeypatch, capsys):
+    late = pyarrow.array([2**62, None], pyarrow.timestamp("ms"))
+    zone = pyarrow.array([0, 1], pyarrow.timestamp("s", "Mars/Base"))
+    nested = pyarrow.array([[2**31 - 1], []], pyarrow.list_(pyarrow.date32()))
+    for of in late, zone, nested:
+        table = pyarrow.table({"seen": of, "question": ["q", "r"], "answer": ["1", "2"]})
+        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+        hub = mock.Mock(return_value=mock.Mock(with_format=lambda kind, table=table: table))
+        monkeypatch.setattr("datasets.load_dataset", hub)
+        for name in tmp_path / "rows.parquet", "a/b":
+            assert [p.reference for p in load_problems(name)] == ["1", "2"]
+            assert f"{name}: these columns are not used: seen\n" in capsys.readouterr().err
+        table = table.rename_columns(["context", "question", "answer"])
+        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+        with pytest.raises(InputError, match="rows.parquet"):
+            load_problems(tmp_path / "rows.parquet")
+
+
+MISSING = float("nan"), "nan", " NaN", "<NA>", "NaT", "#N/A", "#VALUE!", "#NAME?", "#NUM!"
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_what_pandas_and_spreadsheets_write_for_a_missing_value_is_missing(load_rows, missing):
+    row = dict.fromkeys(["context", "options", "answer_letter", "solution", "verifier"], missing)
+    row |= {"question": "q", "answer": "1"}
+    boxed = {"problem": "q", "answer": missing, "solution": r"\boxed{1}"}
+    several, none = (
+        {"question": "q", "answer": [missing, "1"]},
+        {"question": "q", "answer": missing},
+    )
+    expected = [Problem("q", "1", "text")] * 3
+    assert load_rows([row, boxed, several, none, {"question": missing, "answer": "1"}]) == expected
+
+
+CODE = "{'a': [1]}", '{"en": "x"}', "array([1, 2])", "np.array(['a'], dtype=object)", "[['a'], []]"
+CODE += "('Ann', 'Bo')", "{'Ann'}", "['a'\n 'b']", "[{'text': 'x'}]"
+
+
+def test_containers_written_as_text_are_left_out(load_rows, capsys):
+    right = (
+        "[1, 2)",
+        "{1, 2}",
+        r"\{1, 2\}",
+        "(1, 2)",
+        'the "Ark"',
+        "None",
+        "NA",
+        "null",
+        "Nan",
+        "#1!",
+    )
+    right += "f([1, 2])", "an array (of 3)", "f'(x)", "['tis]x", "#3"
+    assert references(load_rows, [*right, *CODE]) == [*right]
+    assert f"written as text: make it a list of JSON ({len(CODE)} of" in capsys.readouterr().err
 
 
 GSM8K = {  # the working before the mark is left out
@@ -203,7 +327,7 @@ def test_what_cannot_be_seen_is_no_part_of_a_reference(load_rows, capsys):
     rows += [{"question": "3", "answer": a} for a in ("[1, 2]", "a\u200cb")]
     assert [p.reference for p in load_rows(rows)] == ["Paris", "é", "[1, 2]", "a\u200cb"]
     said = capsys.readouterr().err
-    assert "is a list written as text: make it a list of JSON (2 of 7: rows [4, 5])" in said
+    assert "written as text: make it a list of JSON (2 of 7: rows [4, 5])" in said
 
 
 def test_the_verifier_of_a_row_comes_first(load_rows, capsys, monkeypatch):

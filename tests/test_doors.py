@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,51 @@ def test_ctrl_c_in_a_script_is_one_line(script, monkeypatch):
     monkeypatch.setattr(evaluate, "load", mock.Mock(side_effect=KeyboardInterrupt))
     code, out, err = script(evaluate, "--model x --out run --dataset toy")
     assert (code, out, err) == (130, "", "evaluate.py: stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize("name", ["train.py", "plot.py"])
+@pytest.mark.parametrize("library", ["tqdm", "numpy"])
+def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path, name, library):
+    """Also where a library would catch it. A process that ignores it, as under nohup, goes on."""
+    (tmp_path / f"{library}.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+        "raise SystemExit(5)"
+    )
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    for handler, code in (signal.default_int_handler, 130), (signal.SIG_IGN, 5):
+        before = signal.signal(signal.SIGINT, handler)
+        command = [sys.executable, ROOT / name]
+        ended = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True)
+        signal.signal(signal.SIGINT, before)
+        said = f"{name}: stopped by Ctrl-C\n" if code == 130 else ""
+        assert (ended.returncode, ended.stderr) == (code, said)
+
+
+GROUPS = {"RANK": "0"}, {"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": ""}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_rank_without_its_group_is_one_line(script, monkeypatch, toy_model_dir, group):
+    for name in "RANK", "WORLD_SIZE", "MASTER_ADDR":
+        monkeypatch.delenv(name, raising=False)
+    for name, value in group.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = script(evaluate, f"--model {toy_model_dir} --dataset toy --out run")
+    assert code == 2 and err.count("\n") == 1, err
+    assert err.startswith("evaluate.py: RANK is set: start with torchrun, or unset it (")
+
+
+CODES = "\x1b[2J", "\x1b]0;title\x07", "\x9b1A", "\r", "\b\b", "\u202e", "\u2066"
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_no_line_holds_what_could_move_the_cursor_or_hide_text(script, capsys, code):
+    cli.say(f"a{code}b\n\tc")
+    said = capsys.readouterr().err
+    assert cli.printable(said) == said and said.startswith("a\ufffd") and said.endswith("b\n\tc\n")
+    ended, _, said = script(evaluate, "--model x --out", f"a{code}b", "--dataset", f"b{code}.csv")
+    assert ended == 2 and cli.printable(said) == said
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

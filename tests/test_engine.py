@@ -209,10 +209,40 @@ def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_pa
     model, _ = load.load(tmp_path, "cpu")
     assert model.config._attn_implementation == "sdpa"
     assert model.generation_config.repetition_penalty in (None, 1.0)
-    assert model.generation_config.eos_token_id == sorted({stop, 7})  # its stop ids are kept
+    stops = {stop, 7, tokenizer.pad_token_id}  # its stop ids are kept
+    assert model.generation_config.eos_token_id == sorted(stops)
     rows, entropies = generate(model, [[5, 6]] * 64, max_new_tokens=8)
     assert 0 < min(entropies) and max(entropies) < 7  # numbers, although some ids have none
     assert max(i for row in rows for i in row) < len(tokenizer)  # others spell no token
+
+
+TURNS = {  # how a template writes an answer, and what ends it
+    "{{ m.content }}<|done|>\n": "<|done|>",
+    "{{ m.content.strip() }} \n[END]<|done|>": "[END]",
+    "{{ m.content }}{% if not loop.last %}<|done|>{% endif %}": "<|done|>",
+    "{{ m.content }}\n": "<|user|>",  # only what begins the next turn
+    "said": None,
+    "{{ raise_exception('no answers here') }}": None,
+}
+
+
+@pytest.mark.parametrize("turn, end", TURNS.items())
+def test_a_sample_stops_where_the_chat_template_ends_a_turn(turn, end):
+    tokenizer, model = toy_model.build_tokenizer(), tiny_model(256)
+    own = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    marks = ["<|done|>", "[END]", "<|user|>", "\n", "<|other|>"]  # added, some not as special
+    tokenizer.add_tokens(marks[:2], special_tokens=True), tokenizer.add_tokens(marks[2:])
+    user = "{% if m.role == 'user' %}<|user|>{{ m.content }}\n{% else %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{user}{turn}{{% endif %}}{{% endfor %}}"
+    load.reset_generation_config(model, tokenizer)
+    expected = own | {tokenizer.convert_tokens_to_ids(end)} if end else own
+    assert model.generation_config.eos_token_id == sorted(expected)
+
+
+def test_qwens_model_stops_at_the_end_of_its_turn_and_of_its_text(qwen_tokenizer):
+    load.reset_generation_config(model := tiny_model(256), qwen_tokenizer)
+    stops = qwen_tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
+    assert stops == ["<|endoftext|>", "<|im_end|>"]
 
 
 @pytest.fixture

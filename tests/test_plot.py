@@ -1,5 +1,6 @@
 """The figures are drawn from a run's files."""
 
+import errno
 import json
 import os
 import subprocess
@@ -84,6 +85,24 @@ def test_curves_of_a_run_without_an_evaluation_or_a_step(script, line):
     write_run("a", [line], [])
     code, _, err = script(plot, "a")
     assert code == 0 and Path("a/curves.svg").exists(), err
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
+def test_a_figure_that_cannot_be_written_leaves_the_one_before(script, monkeypatch, ending):
+    write_run("a", [], [GROUP])
+    flags = f"a --question 0 --out a/of.{ending}"
+    assert script(plot, flags)[0] == 0
+    before = Path(f"a/of.{ending}").read_bytes()
+
+    def fill(path, content):
+        with open(path, "wb") as file:
+            file.write(content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    code, _, err = script(plot, flags)
+    says = f"plot.py: cannot write a/of.{ending} ([Errno 28] No space left on device)\n"
+    assert (code, err) == (2, says) and Path(f"a/of.{ending}").read_bytes() == before
 
 
 def test_it_draws_whatever_the_user_has_set(tmp_path):

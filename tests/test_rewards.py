@@ -10,6 +10,7 @@ from collections import Counter
 from hashlib import sha256
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from conftest import group_of, tiny_model
@@ -351,7 +352,22 @@ def test_a_prompt_of_ones_own_goes_through_the_chat_template(tokenizer, monkeypa
     assert seen[0].count(chat.eos_token_id) == 2  # those of the template
 
 
-@pytest.mark.parametrize("returned", [torch.ones(1), torch.tensor([1.0, torch.nan])])
+NUMBERS = [0, 1], (False, True), numpy.array([0, 1]), torch.tensor([0, 1], dtype=torch.uint8)
+NUMBERS += torch.tensor([False, True]), torch.tensor([0, 1], dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("returned", NUMBERS)
+def test_a_reward_may_return_numbers_of_any_type(tokenizer, monkeypatch, returned):
+    monkeypatch.setitem(REWARDS, "mine", Reward(lambda judged: returned, set()))
+    R = R_by_name("mine", judge([group_of(tokenizer, ["a", "b"], "7")], set(), None, None))
+    assert R.dtype == torch.float32 and R.tolist() == [[0, 1]]
+
+
+WRONG = [torch.ones(1), torch.tensor([1.0, torch.nan]), None, 1.0, "ab", ["0", "1"], [[0], [1]]]
+WRONG += [[0, None], {0: 1}, numpy.array([0, "x"], object), (x for x in [0, 1]), [0, 1e999]]
+
+
+@pytest.mark.parametrize("returned", WRONG)
 def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, returned):
     monkeypatch.setitem(REWARDS, "mine", Reward(lambda judged: returned, set()))
     judged = judge([group_of(tokenizer, ["a", "b"], "7")], set(), None, None)

@@ -19,7 +19,7 @@ import train
 import warm_start
 from engine.tokens import split_answer
 from rewards import REWARDS
-from runtime.files import LOGS, lock, read_rows
+from runtime.files import LOGS, append_rows, lock, read_rows
 from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
 from tasks.verifiers import verify
@@ -301,3 +301,16 @@ def test_bad_input_gets_one_clear_line(script, toy_model_dir, finished_run, modu
     assert re.search(f"^{Path(module.__file__).name}: .*{says}", err), err
     written = {str(path) for path in Path().rglob("*") if path.is_file() and path.name != "lock"}
     assert written == FILES.keys()  # nothing half written
+
+
+def test_held_out_questions_that_are_trained_are_counted(script, quick, tmp_path):
+    rows = [{"question": f"{i} eggs?", "answer": f"{i}"} for i in range(6)]
+    append_rows(tmp_path / "a.jsonl", rows[:4])
+    append_rows(tmp_path / "b.jsonl", [row | {"answer": "x"} for row in rows[3:]])
+    for held_out, says in ("b", "b.jsonl: 1 of its 3 questions are also in a.jsonl, so"), ("c", ""):
+        append_rows(tmp_path / "c.jsonl", rows[4:])
+        flags = (
+            f"{quick} --dataset a.jsonl --eval-dataset {held_out}.jsonl --steps 1 --out {held_out}"
+        )
+        code, _, err = script(train, flags)
+        assert code == 0 and says in err and err.count("are also in") == bool(says), err
