@@ -5,7 +5,7 @@ import math
 import re
 import sys
 
-import pandas
+import people
 import pytest
 import torch
 from conftest import ROOT, group_of, tiny_model
@@ -104,18 +104,20 @@ def test_the_reward_by_hand_in_the_readme():
     assert ", ".join(rho[:3]) + ",\n" + rho[3] in page  # of the picture
 
 
-def test_the_training_of_a_real_model_in_the_readme():
-    """Changes and their standard errors over questions, from the samples of both experiments."""
+def test_the_training_of_a_real_model_in_the_readme(tmp_path, monkeypatch):
+    """Levels and standard errors from the samples of both experiments, in the table and in the
+    picture."""
     page = PAGES[0].read_text()
-    rare = pandas.read_csv(ROOT / "benchmarks/results/rare-reference.csv")
-    shares = rare.groupby(["data", "line", "run"])["read"].mean().unstack()
-    told = (ROOT / "docs/measurements.md").read_text()
-    for name in "exact", "cer", "overlap", "verifree":
-        change = shares[name] - shares["before"]
-        [several] = re.findall(rf"^\| `{name}` \| \.\d+ \| (\.\d+ ± \.\d+)", told, re.M)
-        mean, error = (float(x) for x in several.split(" ± "))
-        cells = f"+{mean:.2f} ± {error:.2f} | +{change.mean():.2f} ± {change.sem():.2f} |"
-        cells = re.escape(cells.replace("0.", "."))
-        assert re.search(rf"^\| `{name}`.* \| {cells}$", page, re.M), cells
-    before = f"{shares.before.mean():.2f}".replace("0.", ".")
-    assert f"| (before) | .42 | {before} |" in page
+    both = [people.levels(*table) for table in people.TABLES.values()]
+    for name in "(before)", "`exact`", "`cer`", "`overlap`", "`verifree`":
+        found = [levels[name.strip("`()")] for levels in both]
+        cells = " | ".join(
+            f"{share:.2f} ± {error:.2f}".replace("0.", ".") for share, error in found
+        )
+        assert re.search(rf"^\| {re.escape(name)}.* \| {re.escape(cells)} \|$", page, re.M), cells
+    monkeypatch.setattr(sys, "argv", ["people.py", str(tmp_path / "people.svg")])
+    people.main()
+    drawn = [(folder / "people.svg").read_text() for folder in (tmp_path, ROOT / "docs")]
+    # matplotlib writes each text as a comment, and the numbers of the dots are among them
+    of_drawn, of_stored = (re.findall("<!-- (.*?) -->", picture) for picture in drawn)
+    assert of_drawn == of_stored and ".55" in of_drawn
