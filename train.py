@@ -23,7 +23,7 @@ from evaluate import evaluate
 from rewards import REWARDS, R_by_name, check_asked, judge
 from rloo import leave_one_out, update
 from rollout import sample
-from runtime.files import how_to_resume, read_config
+from runtime.files import checkpoints, how_to_resume, read_config
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RunLog
 from tasks import toy_model
@@ -42,12 +42,14 @@ def main():
     problems, held_out = load_questions(args)
     out = open_run_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
+    if not args.lora:  # a resumed run finds its model in its last checkpoint
+        model_path = max(checkpoints(out), default=(0, model_path))[1]
     (actor, tokenizer), other = load_models(args, model_path, device)
     problems, held_out, longest = fit_questions(args, problems, held_out, actor, tokenizer, other)
 
     # A resumed run keeps its data and its flags.
     base = actor if args.lora else None  # its weights are not in the checkpoints
-    data = fingerprint(problems, held_out, tokenizer.chat_template, other, base)
+    data = fingerprint(problems, held_out, tokenizer, other, base)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
@@ -61,7 +63,8 @@ def main():
     policy = make_policy(args, model_path, actor, offload)
     optimizer = make_adam(policy)
     crowded = not lora and moments_can_leave(actor, offload)
-    first_step = 1 + load_checkpoint(out, policy, optimizer)  # a new run has no checkpoint
+    step, due = load_checkpoint(out, policy, optimizer)  # a new run has none, and is at step 0
+    first_step = step + 1
     policy.copy_weights(actor)
     check_training(policy, actor)
 
@@ -74,10 +77,13 @@ def main():
     evaluating = actor, tokenizer, held_out, args.eval_runs, args.max_new_tokens, args.seed
     stop = Stop()
 
+    def evaluate_now():
+        with moments_on_host(optimizer, crowded):
+            log.evaluated(step, *evaluate(*evaluating))
+
     # Evaluate before the first step. A resumed run repeats what came after its checkpoint.
-    step = first_step - 1
-    if held_out and (step % args.eval_every == 0 or step == last_step):
-        log.evaluated(step, *evaluate(*evaluating))
+    if held_out and (due or step % args.eval_every == 0 or step == last_step):
+        evaluate_now()
 
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
@@ -115,11 +121,11 @@ def main():
         last, stopping = step == last_step, stop.after(grad_norm)
         numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
         log.step(step, judged, R, A, numbers)
-        due = held_out and (last or (step % args.eval_every == 0 and not stopping))
+        due = bool(held_out) and (last or step % args.eval_every == 0)
         if last or stopping or due or step % args.save_every == 0:
-            save_checkpoint(out, step, args.keep, actor, tokenizer, policy, optimizer)
-        if due:
-            log.evaluated(step, *evaluate(*evaluating))
+            save_checkpoint(out, step, args.keep, due, actor, tokenizer, policy, optimizer)
+        if due and (last or not stopping):
+            evaluate_now()
         if stopping:
             break
 
@@ -180,9 +186,10 @@ def make_policy(args, model_path, actor, offload):
 
 # -------------------------------------------------------------------------------------------- flags
 
-# What a resumed run may change. The other flags define the run and how it is measured.
+# What a resumed run may change. The other flags define the run and how it is measured. Files may
+# have moved: the model is in the checkpoint, and the fingerprint knows the questions and the judge.
 MAY_CHANGE = "out resume steps epochs sampler microbatch_tokens cpu_offload".split()
-MAY_CHANGE += "eval_every save_every keep".split()
+MAY_CHANGE += "eval_every save_every keep model dataset eval_dataset verifier_model".split()
 
 
 def make_parser():

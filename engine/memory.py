@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -78,15 +79,24 @@ def memory_needed(actor, cpu_offload, ranks, lora=None):
     return state + 2 * root + 4 * head + logits, actor.dtype.itemsize * kept
 
 
-def host_lacks(actor):
-    """What the host lacks to hold the policy and Adam, or None: 16 bytes for each parameter, and
-    more since pinned memory comes in powers of two."""
+def host_lacks(actor, what="policy and Adam", each=20):
+    """What the host lacks to hold this with so many bytes for each parameter, or None. Policy and
+    Adam have 16, and take more since pinned memory comes in powers of two."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    parameters = actor.num_parameters() * ranks_here / dist.get_world_size()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 20 * parameters > memory:
-        need = f"policy and Adam need about {20 * parameters / 1e9:.3g} GB of CPU memory"
+    need, memory = each * actor.num_parameters() * ranks_here / dist.get_world_size(), host_memory()
+    if need > memory:
+        need = f"{what} need about {need / 1e9:.3g} GB of CPU memory"
         return f"{need}, and there are {memory / 1e9:.3g}"
+
+
+LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # cgroups 2, 1
+
+
+def host_memory():
+    """The bytes of the host's memory, or of the container's, where that has a limit."""
+    texts = [Path(limit).read_text().strip() for limit in LIMITS if Path(limit).is_file()]
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([pages, *(int(text) for text in texts if text.isdigit())])
 
 
 def moments_can_leave(actor, cpu_offload):
@@ -94,7 +104,9 @@ def moments_can_leave(actor, cpu_offload):
     its keys and values."""
     if cpu_offload or not getattr(actor, "sample_pieces", None):
         return False
-    if lack := host_lacks(actor):
+    # Of each rank one buffer of 8 bytes for each parameter, rounded up to a power of two.
+    share = actor.num_parameters() / dist.get_world_size()
+    if lack := host_lacks(actor, "they", 2 ** int(8 * share).bit_length() / share):
         say(f"Adam's moments stay on the GPU while it samples: {lack}")
     return not lack
 

@@ -26,7 +26,9 @@ def sample_pieces(model, rows, piece, stops, bar, **settings):
     piece = piece or 128
     draw = drawing(**settings)
     sizes = [len(row.ids) + row.room for row in rows]
-    slots = Slots(model, max(min(sum(sizes), tokens_that_fit(model, len(rows))), *sizes, 0))
+    smallest = min((len(row.ids) + min(row.room, piece) for row in rows), default=1)
+    fit = tokens_that_fit(model, len(rows), smallest)
+    slots = Slots(model, max(min(sum(sizes), fit), *sizes, 0))
     before = model.config._attn_implementation
     model.set_attn_implementation("slots")
     try:
@@ -54,12 +56,14 @@ def drawing(temperature=1.0, top_p=1.0, top_k=0):
     return draw
 
 
-def tokens_that_fit(model, rows):
+def tokens_that_fit(model, rows, smallest):
     """How many tokens' keys and values fit into the free memory, beside the activations of one
-    layer of a prefill, and the rows' logits. Top-p sorts them, which takes 44 bytes for each."""
+    layer of a prefill, and the logits of as many rows as can be seated at once, if each has the
+    smallest number of tokens. Top-p sorts logits, which takes 44 bytes for each."""
     kv, layer, logits = sampling.bytes_of(model)
-    taken = READ_AT_ONCE * layer + min(rows, ROWS_AT_ONCE) * 2 * logits
-    return int((sampling.bytes_that_fit(model) - taken) / kv)
+    free = sampling.bytes_that_fit(model) - READ_AT_ONCE * layer
+    seated = min(rows, ROWS_AT_ONCE, free // (smallest * kv + 2 * logits))
+    return int((free - seated * 2 * logits) / kv)
 
 
 # -------------------------------------------------------------------------------- a piece of tokens

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from tqdm import tqdm
@@ -72,7 +73,9 @@ def run_script(main):
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        message = f"{error}: use fewer tokens at a time (in train.py --microbatch-tokens)"
+        is_sampling = "sampling.py" in traceback.format_exc()
+        flag = "--questions" if is_sampling else "--microbatch-tokens"
+        message = f"{error}: use fewer tokens at a time (in train.py a smaller {flag})"
     print(f"{Path(sys.argv[0]).name}: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 

@@ -22,6 +22,10 @@ def init_ranks():
     transformers.utils.logging.disable_progress_bar()  # loading and saving models is quick
     cuda = torch.cuda.is_available()
     if cuda:
+        version = torch.__version__  # which compares itself with tuples
+        require(
+            version >= (2, 10), f"on a GPU torch 2.10 or later is needed, and this is {version}"
+        )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         # A prefill that is padded on the left has fully masked rows. cuDNN's attention, which torch
         # prefers on Hopper, need not return numbers there; the efficient kernel returns 0.
@@ -75,22 +79,27 @@ def seed_everything(*key):
     torch.manual_seed(random.Random(repr((*key, dist.get_rank()))).getrandbits(63))
 
 
+# Besides Ctrl-C and a closed terminal, what schedulers send some time before they kill a job, and
+# what the kernel sends at a limit of CPU time.
+SIGNALS = [signal.Signals["SIG" + name] for name in "TERM INT HUP USR1 USR2 XCPU".split()]
+
+
 class Stop:
-    """What ends a run before its last step: SIGTERM, SIGHUP or Ctrl-C, or three gradients in a row
-    that are not finite, so that an unattended run does not burn days. The run finishes its step and
-    saves. Further signals change nothing, since torchrun and SLURM may both pass on the same one.
-    """
+    """What ends a run before its last step: one of SIGNALS, or three gradients in a row that are
+    not finite, so that an unattended run does not burn days. The run finishes its step and saves.
+    Further signals change nothing, since torchrun and SLURM may both pass on the same one."""
 
     def __init__(self):
         self.received = self.signal = 0  # the signal of this rank, and of any rank after a step
         self.skipped = 0  # updates in a row whose gradient was not finite
-        for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+        for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.request)
 
     def request(self, number, frame):
+        if not self.received:  # SIGXCPU comes every second
+            say(f"{signal.Signals(number).name}: stopping after this step (kill -9 stops now)")
         self.received = number
-        say(f"{signal.Signals(number).name}: stopping after this step (kill -9 stops now)")
 
     def after(self, grad_norm):
         """Whether the run stops after this step. All ranks call this together."""

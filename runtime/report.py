@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 
 from runtime.cli import InputError, is_rank_0, say
-from runtime.files import append_rows, how_to_resume, write_atomically
+from runtime.files import append_rows, how_to_resume, read_config, write_atomically
 from runtime.ranks import all_gather
 from runtime.samples import (
     TINY,
@@ -54,8 +54,13 @@ class RunLog:
         self.first_step, self.last_step = first_step, last_step
         self.warned, self.started = set(), None
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
-        config = {"flags": flags, "data": data, "world_size": dist.get_world_size()}
-        config["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+        made = {"world_size": dist.get_world_size(), "torch": torch.__version__}
+        made["transformers"] = transformers.__version__
+        before = read_config(out) if first_step > 1 else {}  # config.json keeps what began the run
+        for name in [name for name in made if before.get(name, made[name]) != made[name]]:
+            say(f"{name} was {before[name]} and is {made[name]}: the result may differ")
+            made[name] = before[name]
+        config = {"flags": flags, "data": data} | made
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
 
     def append(self, name, rows):

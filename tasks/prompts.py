@@ -1,8 +1,11 @@
 """The prompt of a problem: the paper's wording, through the model's chat template."""
 
+import datetime
 import functools
 import math
 import re
+
+from transformers.utils import chat_template_utils
 
 from engine.sampling import positions
 from runtime.cli import as_input_error, progress, require, say, shorten
@@ -28,6 +31,21 @@ def encode_prompt(tokenizer, problem):
     if not tokenizer.chat_template:
         return encode_plain(tokenizer, "".join(m["content"] + "\n\n" for m in messages))
     return tokenizer.encode(through_template(tokenizer, messages), add_special_tokens=False)
+
+
+class SameDay(datetime.datetime):
+    """The clock of chat templates, since some print today's date. A prompt must be the same when
+    the run is resumed tomorrow, or its checkpoint evaluated. Llama's template, too, prints this day
+    where it knows no date."""
+
+    @classmethod
+    @functools.cache  # with one line
+    def now(cls):
+        say("the prompts hold today's date, for which they always get 26 July 2024")
+        return cls(2024, 7, 26)
+
+
+chat_template_utils.datetime = SameDay
 
 
 def encode_message(tokenizer, text):

@@ -25,8 +25,10 @@ from runtime.files import LOGS, append_rows, checkpoints, read_rows
 from tasks import data, toy, toy_model
 
 ROOT = Path(__file__).parents[1]
-STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-for number in STOPS[1:]:  # nohup, and a shell in the background, start pytest with these ignored
+for number in (
+    signal.SIGINT,
+    signal.SIGHUP,
+):  # nohup, and a shell in the background, start pytest with these ignored
     signal.signal(number, signal.default_int_handler)
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 
@@ -111,7 +113,7 @@ def run_script(module, arguments, *more):
     """Run a script in this process -> (exit code, stdout, stderr)."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    handlers = {number: signal.getsignal(number) for number in STOPS}
+    handlers = {number: signal.getsignal(number) for number in ranks.SIGNALS}
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", [module.__file__, *arguments.split(), *more])

@@ -477,10 +477,14 @@ def test_moments_on_the_host_change_no_step(monkeypatch, capsys):
     assert adam.on_host.shape == (2 * size,)
     assert not memory.moments_can_leave(trained.model, False)  # with Hugging Face's generate()
     trained.model.sample_pieces = slots.sample_pieces
-    for times, offload, may in (21, False, True), (21, True, False), (19, False, False):
+    buffer = 2 ** (8 * size).bit_length() // size  # bytes of a parameter, 8 to 16
+    for times, offload, may in (buffer + 1, False, True), (99, True, False), (7, False, False):
         monkeypatch.setattr(os, "sysconf", lambda name, n=times: n * size if "PHYS" in name else 1)
         assert memory.moments_can_leave(trained.model, offload) == may
-    assert capsys.readouterr().err.count("moments stay on the GPU while it samples: policy") == 1
+    assert (
+        capsys.readouterr().err.count("moments stay on the GPU while it samples: they need about")
+        == 1
+    )
 
 
 def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
@@ -495,6 +499,12 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: next(bytes_of_host) if "PHYS" in name else 1)
     assert memory.host_lacks(actor) is None
     assert "policy and Adam need about " in memory.host_lacks(actor)
+    limit = tmp_path / "memory.max"  # of a container
+    monkeypatch.setattr(memory, "LIMITS", [limit, tmp_path / "none"])
+    monkeypatch.setattr(os, "sysconf", lambda name: 21 * size if "PHYS" in name else 1)
+    for text, lacks in ("max\n", False), (f"{19 * size}\n", True):
+        limit.write_text(text)
+        assert bool(memory.host_lacks(actor)) == lacks
 
 
 def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path):

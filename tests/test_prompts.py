@@ -1,5 +1,6 @@
 """What reaches the model: the first prompt is shown, and control tokens are kept out."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,14 @@ def test_a_grader_may_have_a_tokenizer_of_any_kind():
     grader.chat_template = "<s>" + PIECE
     ids = general_verifier.encode(grader, (Problem("a", "b"), "</s>"), "{question}{answer}")
     assert ids[:2] == [0, 2] and 1 not in ids
+
+
+def test_a_prompt_is_the_same_tomorrow(tokenizer, capsys):
+    """Though its template prints today's date. A line says so, once."""
+    problem = Problem("Q?", "1", "math")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') + messages[-1]['content'] }}"
+    for _ in range(2):
+        text = tokenizer.decode(encode_prompt(tokenizer, problem))
+        assert text.startswith("26 Jul 2024Q?"), text
+    assert capsys.readouterr().err.count("the prompts hold today's date") == 1

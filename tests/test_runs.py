@@ -6,7 +6,6 @@ import random
 import re
 import resource
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -29,8 +28,10 @@ import train
 from engine import policy
 from engine.checkpoints import load_checkpoint, save_checkpoint
 from rewards import REWARDS, Judged, Reward
-from runtime.files import LOGS, checkpoints, read_config, read_rows
-from runtime.ranks import seed_everything
+from rloo import TrainingRow, update
+from runtime import report
+from runtime.files import LOGS, checkpoints, read_config, read_rows, to_jsonl
+from runtime.ranks import SIGNALS, seed_everything
 from tasks.data import in_epochs, load_problems
 
 # -------------------------------------------------------------------------------------------- ranks
@@ -131,6 +132,79 @@ def test_a_killed_run_equals_one_that_never_was(tmp_path, quick, finished_run, d
         assert written_by(run) == written_by(finished_run)
 
 
+def test_a_kill_between_any_two_writes_loses_nothing(script, tmp_path, quick, monkeypatch):
+    """What a kill leaves is the directory as it then is. A run copies its own before each write,
+    and with half of what it appends. Each copy is resumed, and equals the run."""
+    run, left = tmp_path / "run", []
+
+    def copy_before(name, half=None):
+        if run.name in str(name) and (run / "config.json").exists():
+            left.append(shutil.copytree(run, tmp_path / f"left-{len(left)}"))
+            if half:
+                with open(left[-1] / Path(name).name, "a") as file:
+                    file.write(half)
+
+    def watch(owner, name, half_of=lambda *_: None):
+        write = getattr(owner, name)
+
+        def copying(path, *more, **options):
+            copy_before(path)
+            if half := half_of(*more):
+                copy_before(path, half)
+            return write(path, *more, **options)
+
+        patch.setattr(owner, name, copying)
+
+    with monkeypatch.context() as patch:
+        watch(report, "append_rows", lambda rows: to_jsonl(rows)[:-9])
+        watch(Path, "rename")
+        watch(Path, "replace")
+        watch(shutil, "rmtree")
+        flags = f"{quick} --save-every 1 --eval-every 2 --keep 1 --out run"
+        assert script(train, flags)[0] == 0
+    assert len(left) > 20
+    for copy in left:
+        code, _, err = script(train, f"--resume --out {copy.name}")
+        assert code == 0 and written_by(copy) == written_by(run), (copy, err)
+
+
+def test_an_evaluation_that_a_kill_has_cut_is_made(script, tmp_path, stopped_run):
+    """Also if the flag that made it due changes when the run is resumed, and that run is killed."""
+    for number in range(2):
+        state = shutil.copytree(stopped_run, tmp_path / f"before-{number}")
+        code, _, err = script(train, f"--resume --eval-every 3 --out {stopped_run}")
+        assert code == 0, err
+        steps = [
+            row["step"] for row in read_rows(stopped_run / "metrics.jsonl") if "pass_at_1" in row
+        ]
+        assert steps == [0, 2, 3, 4]
+        config = (stopped_run / "config.json").read_text()
+        shutil.rmtree(stopped_run)
+        state.rename(stopped_run)
+        (stopped_run / "config.json").write_text(config)
+
+
+def test_a_parameter_that_never_gets_a_gradient(tokenizer, tmp_path):
+    """It has no moments, neither in a checkpoint nor when that is loaded."""
+    rows, weights = [TrainingRow([5, 6, 7, 8], [0.0, 1.0, -1.0, 1.0])], []
+    for resumed in False, True:
+        actor, model = tiny_model(64), tiny_model(64)
+        model.unused = torch.nn.Parameter(torch.ones(8))
+        model = policy.Policy(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if resumed:
+            assert load_checkpoint(tmp_path, model, optimizer) == (1, True)
+        for step in range(1 + resumed, 3):
+            update(model, optimizer, rows, 1e-3, 100)
+            if step == 1:
+                for log in LOGS:
+                    (tmp_path / log).touch()
+                save_checkpoint(tmp_path, 1, 1, True, actor, tokenizer, model, optimizer)
+        assert [p for p in model.parameters() if p not in optimizer.state] == [model.model.unused]
+        weights.append([p.full_tensor().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
 def train_with_rewards(monkeypatch, script, flags, reward_of_step):
     """Run train.py, in which all samples of a step receive reward_of_step(step)."""
     steps = itertools.count(1)
@@ -144,7 +218,7 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
     return script(train, f"{flags} --reward exact --save-every 9 --out run")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_finishes_the_step_and_saves(monkeypatch, script, tmp_path, quick, number):
     def interrupt(step):
         for _ in range(2 if step == 2 else 0):  # as torchrun and SLURM may pass on the same one
@@ -176,13 +250,13 @@ def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
     actor, model = tiny_model(64), policy.Policy(tiny_model(64))
     optimizer = torch.optim.AdamW(model.parameters())
-    assert load_checkpoint(tmp_path, model, optimizer) == 0
+    assert load_checkpoint(tmp_path, model, optimizer) == (0, True)
     for step in 1, 2, 3:
-        save_checkpoint(tmp_path, step, 1, actor, tokenizer, model, optimizer)
+        save_checkpoint(tmp_path, step, 1, False, actor, tokenizer, model, optimizer)
     before = [p.full_tensor().clone() for p in model.parameters()]
     for p in model.parameters():
         p.data.mul_(2)
-    assert load_checkpoint(tmp_path, model, optimizer) == 3
+    assert load_checkpoint(tmp_path, model, optimizer) == (3, False)
     assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters()))
 
 

@@ -19,7 +19,7 @@ import train
 import warm_start
 from engine.tokens import split_answer
 from rewards import REWARDS
-from runtime.files import LOGS, append_rows, lock, read_rows
+from runtime.files import LOGS, append_rows, lock, read_config, read_rows
 from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
 from tasks.verifiers import verify
@@ -139,6 +139,7 @@ BROKEN = [  # file, what of it is replaced, by what, and what the last line says
     ("config.json", ALL, "{}", "run/config.json: expected an object with flags"),
     ("config.json", '"cer"', '"mine"', "no reward 'mine', only cer, exact"),
     ("checkpoints/step-2/training/*.distcp", ALL, "half", "training: .*; restore .* or remove"),
+    ("checkpoints/step-2/training/logs.json", ALL, "{", "training: .*; restore its .* or remove"),
     ("checkpoints/step-2/training/.metadata", ALL, "", "training: .*; restore its .* or remove"),
     *(
         (log, ALL, "", rf"step-2/training: run/{log} is shorter than it was then; rest")
@@ -160,6 +161,8 @@ def test_resume_from_broken_files_is_refused(script, stopped_run, name, part, by
 
 def test_a_run_of_an_older_version_is_refused(script, stopped_run):
     (stopped_run / "checkpoints/step-2/training/logs.json").unlink()
+    config = stopped_run / "config.json"  # which has another fingerprint then
+    config.write_text(config.read_text().replace("sha256 ", "sha256 0"))
     code, _, err = script(train, "--out run --resume")
     assert code == 2 and "step-2 was saved by an older version, which can go on with it" in err, err
 
@@ -197,6 +200,41 @@ def test_a_run_resumes_only_with_its_judge(script, quick, long_model_dir, tmp_pa
     model.save_pretrained(judge)
     code, _, err = script(train, "--resume --out run --steps 3")
     assert code == 2 and "cannot go on, since data was" in err.splitlines()[-1], err
+
+
+def test_a_run_resumes_after_its_files_have_moved(script, quick, toy_model_dir, tmp_path):
+    """And with another torch, which is not what config.json then names."""
+    folder = shutil.copytree(toy_model_dir.parent, tmp_path / "old")
+    flags = quick.replace(str(toy_model_dir.parent), "old")
+    assert script(train, f"{flags} --steps 1 --out run")[0] == 0
+    folder.rename("new")
+    config = Path("run/config.json")
+    config.write_text(config.read_text().replace(f'"torch": "{torch.__version__}', '"torch": "2.4'))
+    moved = "--dataset new/questions.jsonl --eval-dataset new/held-out.jsonl --model new/model"
+    code, _, err = script(train, f"--out run --resume --steps 2 {moved}")
+    assert code == 0 and f"torch was 2.4 and is {torch.__version__}: the result may" in err, err
+    config = read_config("run")
+    assert config["torch"] == "2.4" and config["flags"]["dataset"] == "new/questions.jsonl"
+    assert script(train, f"{quick} --out whole")[0] == 0
+    assert written_by(Path("run"))[2] == written_by(Path("whole"))[2]
+
+
+@pytest.mark.parametrize("part, flag", [("sample", "--questions"), ("update", "--microbatch-")])
+def test_out_of_memory_names_the_flag_that_helps(script, quick, monkeypatch, part, flag):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    name = {"sample": "engine.sampling.generate_pieces", "update": "train.update"}[part]
+    monkeypatch.setattr(name, full)
+    code, _, err = script(train, f"{quick} --out run")
+    assert code == 2 and f"use fewer tokens at a time (in train.py a smaller {flag}" in err, err
+
+
+def test_a_gpu_needs_a_torch_that_can_start_on_it(script, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.9.1"))
+    code, _, err = script(evaluate, "--model nowhere --dataset toy")
+    assert code == 2 and "on a GPU torch 2.10 or later is needed, and this is 2.9.1" in err, err
 
 
 def test_a_second_process_on_a_run_is_refused(script, tmp_path):

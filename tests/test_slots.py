@@ -60,7 +60,7 @@ def by_slots(model, *inputs, **settings):
 @pytest.mark.parametrize("fits, piece", [(10_000, 128), (10_000, 12), (150, 12)])
 def test_greedy_tokens_are_those_of_generate(model, monkeypatch, fits, piece):
     """With room for all, in pieces, and with room for few, so that rows wait and are read again."""
-    monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: fits)
+    monkeypatch.setattr(slots, "tokens_that_fit", lambda *_: fits)
     expected, theirs = sampling.generate(model, prompts(), 40, temperature=0)
     rows, entropies = by_slots(model, prompts(), 40, piece, temperature=0)
     assert rows == expected and entropies == pytest.approx(theirs, abs=1e-4)
@@ -80,13 +80,22 @@ def plain_entropy(model, prompt, ids):
 SCALES = {"granite": {"logits_scaling": 0.5}, "cohere": {"logit_scale": 2.0}}
 
 
+def test_logits_are_set_aside_for_the_rows_that_find_a_place(model, monkeypatch):
+    """Else a small card had no room for keys, and sampled one row at a time."""
+    kv, layer, logits = sampling.bytes_of(model)
+    free = slots.READ_AT_ONCE * layer + 40 * (100 * kv + 2 * logits)
+    monkeypatch.setattr(sampling, "bytes_that_fit", lambda model: free)
+    assert slots.tokens_that_fit(model, 512, 100) == 40 * 100
+    assert slots.tokens_that_fit(model, 4, 100) > 40 * 100  # there are no more rows
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3", "llama", *SCALES])
 def test_each_token_is_drawn_from_a_plain_forward_pass(family, monkeypatch):
     """The entropy of the distribution of each step, which differs from that of a plain forward pass
     wherever a key is wrong. Granite and Cohere scale their logits. Equal prompts are read once."""
     model = make(family, **SCALES.get(family, {}))
-    monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: 500)
+    monkeypatch.setattr(slots, "tokens_that_fit", lambda *_: 500)
     repeated = [prompt for prompt in prompts() for _ in range(2)]
     for prompt, ids, entropy in zip(repeated, *by_slots(model, repeated, 40, 16)):
         expected, p = plain_entropy(model, prompt, ids)
@@ -187,7 +196,7 @@ def test_on_cuda_it_samples_what_plain_passes_say(tokenizer, capfd, monkeypatch)
         in chosen(model, tokenizer, capfd)[1]
     )
     assert chosen(model.bfloat16(), tokenizer, capfd) == (slots.sample_pieces, "")
-    monkeypatch.setattr(slots, "tokens_that_fit", lambda model, rows: 300)
+    monkeypatch.setattr(slots, "tokens_that_fit", lambda *_: 300)
     for prompt, ids, entropy in zip(prompts(), *by_slots(model, prompts(), 40, 12)):
         assert plain_entropy(model, prompt, ids)[0] == pytest.approx(entropy, abs=0.05)
 
@@ -211,7 +220,7 @@ def test_train_moves_the_moments_where_it_is_crowded(script, quick, monkeypatch)
         moved = mock.Mock(side_effect=train.moments_on_host)
         with mock.patch.object(train, "moments_on_host", moved):
             assert script(train, f"{quick} --steps 1 --out {crowded}")[0] == 0
-        assert [each.args[1] for each in moved.call_args_list] == [crowded]
+        assert [each.args[1] for each in moved.call_args_list] == [crowded] * 3  # and evaluations
 
 
 def test_logits_that_are_no_numbers_end_it(model):
