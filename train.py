@@ -28,7 +28,7 @@ from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed
 from runtime.report import RunLog
 from tasks import toy_model
 from tasks.data import NAMES, in_epochs, load_problems
-from tasks.prompts import show_first, usable_prompts
+from tasks.prompts import encode_prompt, show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 
@@ -49,7 +49,8 @@ def main():
 
     # A resumed run keeps its data and its flags.
     base = actor if args.lora else None  # its weights are not in the checkpoints
-    data = fingerprint(problems, held_out, tokenizer, other, base)
+    prompts = [encode_prompt(tokenizer, problem) for problem in [*problems, *held_out][:1000]]
+    data = fingerprint(problems, held_out, prompts, other, base)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)

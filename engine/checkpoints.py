@@ -14,18 +14,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from engine.load import export
 from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import LOGS, checkpoints, how_to_resume, read_config
-from tasks.prompts import encode_prompt
 
 # The lengths of the logs when the checkpoint was saved, in bytes, and whether an evaluation is due.
 LOGGED = "training/logs.json"
 
 
-def fingerprint(problems, held_out, tokenizer, judge=None, base=None):
-    """What tells whether a resumed run has the same data and prompts, and if it has them, the same
-    other model that judges, (model, tokenizer), and the same model to which --lora adds. Of many
-    prompts some thousand are encoded, which show another template or tokenizer."""
-    shown = [*problems, *held_out][:: 1 + (len(problems) + len(held_out)) // 2000]
-    prompts = [encode_prompt(tokenizer, problem) for problem in shown]
+def fingerprint(problems, held_out, prompts, judge=None, base=None):
+    """What tells whether a resumed run has the same data and prompts (token ids), and if it has
+    them, the same other model that judges, (model, tokenizer), and the same model to which --lora
+    adds."""
     digest = sha256(repr((problems, held_out, prompts)).encode()).hexdigest()[:16]
     data = f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
     data += f", judge {mark_of(judge[0])}" if judge else ""
