@@ -29,10 +29,12 @@ AT_ONCE = 8  # questions that a rank of judge.py samples before they are on the 
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
-def sample_and_judge(model, tokenizer, problems, N, tokens, names=(), other=None, path=None, **how):
+def sample_and_judge(
+    model, tokenizer, problems, N, tokens, names=(), judge_model=None, path=None, **how
+):
     """Sample every problem N times, and judge the samples -> lines of samples.jsonl in the order of
     the problems, which the ranks share. names: rewards to compute; "R" in a line is that of the
-    first. other: see judge. how: see engine.sampling.generate. path: where the lines of some
+    first. judge_model: see judge. how: see engine.sampling.generate. path: where the lines of some
     problems are appended before the next are sampled."""
     rank, world = dist.get_rank(), dist.get_world_size()
     judges = {"verifier"}.union(*(REWARDS[name].judges for name in names))
@@ -41,7 +43,9 @@ def sample_and_judge(model, tokenizer, problems, N, tokens, names=(), other=None
     for start in cli.progress("questions", turns) if path else turns:
         mine = problems[start : start + at_once][rank::world]
         groups, some = sample(model, tokenizer, mine, N, tokens, **how), []
-        for k, judged in enumerate(judge(groups, judges, model, tokenizer, other=other)):
+        for k, judged in enumerate(
+            judge(groups, judges, model, tokenizer, judge_model=judge_model)
+        ):
             line = group_line(judged, index=start + rank + world * k)
             if names:
                 line["rewards"] = {name: R_by_name(name, [judged])[0].tolist() for name in names}

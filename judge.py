@@ -110,17 +110,17 @@ def main():
     checks = check_sampling, check_scoring
     actor, tokenizer, datasets, out = load_model_and_data(args, 4096, "judge", *checks)
     problems = sum(datasets.values(), [])
-    other, kind = args.verifier_model, dict(dtype=args.dtype, sampler=args.sampler)
-    other = other and load(other, actor.device, check_scoring, **kind)
+    judge_model, options = args.verifier_model, dict(dtype=args.dtype, sampler=args.sampler)
+    judge_model = judge_model and load(judge_model, actor.device, check_scoring, **options)
     if "asked" in names:
         try:
-            check_asked(problems, other or (actor, tokenizer), args.max_new_tokens)
+            check_asked(problems, judge_model or (actor, tokenizer), args.max_new_tokens)
         except cli.InputError as reason:
             cli.say(f"asked is left out, since {reason}")
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    how = dict(names=names, other=other, path=out / "samples.jsonl")
+    how = dict(names=names, judge_model=judge_model, path=out / "samples.jsonl")
     sizes = args.samples, args.max_new_tokens
     lines = sample_and_judge(actor, tokenizer, problems, *sizes, **how)
     if cli.is_rank_0():

@@ -35,12 +35,12 @@ class Judged:
 
 
 def judge(
-    groups: list[Group], judges: set[str], actor, tokenizer, M=None, other=None
+    groups: list[Group], judges: set[str], actor, tokenizer, M=None, judge_model=None
 ) -> list[Judged]:
     """judges: "actor", for W and P; for what is right "verifier", the program that the question
     names, or "general-verifier", by the written reply of another language model; "asked", for
-    P(Yes), of another model or of the actor. other: that model and its tokenizer. Each is asked
-    once about each distinct answer to a question."""
+    P(Yes), of another model or of the actor. judge_model: that model and its tokenizer. Each is
+    asked once about each distinct answer to a question."""
     scores = [None] * len(groups)
     if "actor" in judges:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
@@ -50,9 +50,9 @@ def judge(
     if "verifier" in judges:
         right = dict(zip(pairs, verify(pairs)))
     if "general-verifier" in judges:
-        right = dict(zip(pairs, general_verifier.ask(pairs, other)[0]))
+        right = dict(zip(pairs, general_verifier.ask(pairs, judge_model)[0]))
     if "asked" in judges:
-        yes = probability_of_yes(pairs, other or (actor, tokenizer))
+        yes = probability_of_yes(pairs, judge_model or (actor, tokenizer))
     return [
         Judged(group, its_scores, of_samples(right, group), of_samples(yes, group))
         for group, its_scores in zip(groups, scores)

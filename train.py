@@ -44,13 +44,15 @@ def main():
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
     if not args.lora:  # a resumed run finds its model in its last checkpoint
         model_path = max(checkpoints(out), default=(0, model_path))[1]
-    (actor, tokenizer), other = load_models(args, model_path, device)
-    problems, held_out, longest = fit_questions(args, problems, held_out, actor, tokenizer, other)
+    (actor, tokenizer), judge_model = load_models(args, model_path, device)
+    problems, held_out, longest = fit_questions(
+        args, problems, held_out, actor, tokenizer, judge_model
+    )
 
     # A resumed run keeps its data and its flags.
     base = actor if args.lora else None  # its weights are not in the checkpoints
     prompts = [encode_prompt(tokenizer, problem) for problem in [*problems, *held_out][:1000]]
-    data = fingerprint(problems, held_out, prompts, other, base)
+    data = fingerprint(problems, held_out, prompts, judge_model, base)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
@@ -63,7 +65,7 @@ def main():
     disk = check_disk(actor, out, min(args.keep, last_step), lora)
     policy = make_policy(args, model_path, actor, offload)
     optimizer = make_adam(policy)
-    crowded = not lora and moments_can_leave(actor, offload)
+    moments_move = not lora and moments_can_leave(actor, offload)
     step, due = load_checkpoint(out, policy, optimizer)  # a new run has none, and is at step 0
     first_step = step + 1
     policy.copy_weights(actor)
@@ -79,7 +81,7 @@ def main():
     stop = Stop()
 
     def evaluate_now():
-        with moments_on_host(optimizer, crowded):
+        with moments_on_host(optimizer, moments_move):
             log.evaluated(step, *evaluate(*evaluating))
 
     # Evaluate before the first step. A resumed run repeats what came after its checkpoint.
@@ -92,12 +94,12 @@ def main():
 
         # 1. Sample N solutions and answers to each of this rank's b questions: b groups.
         batch = order[(step - 1) * args.questions : step * args.questions][rank::world]
-        with moments_on_host(optimizer, crowded):
+        with moments_on_host(optimizer, moments_move):
             groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
         log.lap("sample")
 
         # 2. Judge: ask the actor for W and P of each group, or a verifier for what is right.
-        judged = judge(groups, reward.judges, actor, tokenizer, args.m, other)
+        judged = judge(groups, reward.judges, actor, tokenizer, args.m, judge_model)
         log.lap("reward")
 
         # 3. Reward: a function of what they said, with CER R = D^-1 W P (Eq. 8). R [b, N]. No
@@ -157,22 +159,22 @@ def load_questions(args):
 
 def load_models(args, model_path, device):
     """-> the actor, and another model that judges, or None: each with its tokenizer."""
-    judges, kind = REWARDS[args.reward].judges, dict(dtype=args.dtype, sampler=args.sampler)
-    actor = load(model_path, device, check_sampling, check_scoring, **kind)
+    judges, options = REWARDS[args.reward].judges, dict(dtype=args.dtype, sampler=args.sampler)
+    actor = load(model_path, device, check_sampling, check_scoring, **options)
     if "general-verifier" in judges:
-        return actor, load(args.verifier_model or GENERAL_VERIFIER, device, **kind)
+        return actor, load(args.verifier_model or GENERAL_VERIFIER, device, **options)
     if "asked" in judges and args.verifier_model:
-        return actor, load(args.verifier_model, device, check_scoring, **kind)
+        return actor, load(args.verifier_model, device, check_scoring, **options)
     return actor, None
 
 
-def fit_questions(args, problems, held_out, actor, tokenizer, other):
+def fit_questions(args, problems, held_out, actor, tokenizer, judge_model):
     """Leave out what does not fit the models -> problems, held_out, and the tokens of the longest
     row to train on."""
     tokens, most = args.max_new_tokens, args.max_prompt_tokens
     problems, longest = usable_prompts(actor, tokenizer, problems, args.dataset, tokens, most)
     if "asked" in REWARDS[args.reward].judges:
-        check_asked(problems, other or (actor, tokenizer), tokens)
+        check_asked(problems, judge_model or (actor, tokenizer), tokens)
     if held_out:
         held_out, _ = usable_prompts(actor, tokenizer, held_out, args.eval_dataset, tokens)
     return problems, held_out, longest

@@ -93,7 +93,7 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     groups = [group_of(tokenizer, of, "14", "math") for of in (texts[:4], texts[4:])]
     judged = judge(groups, {"verifier"}, None, None)
     assert R_by_name("rule", judged).tolist() == [[1, 0, 0, 0], [0] * 4] and program.call_count == 2
-    judged = judge(groups, {"general-verifier"}, None, None, other="model")
+    judged = judge(groups, {"general-verifier"}, None, None, judge_model="model")
     assert R_by_name("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
@@ -249,7 +249,7 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(model.model, "forward", passes)
             R = R_by_name("asked", judge(groups, {"asked"}, model, tokenizer))
-        of_other = judge(groups, {"asked"}, None, None, other=(model, tokenizer))
+        of_other = judge(groups, {"asked"}, None, None, judge_model=(model, tokenizer))
         assert torch.equal(R_by_name("asked", of_other), R)
         sizes = [list(call.kwargs["input_ids"].shape) for call in passes.call_args_list]
         assert [rows for rows, _ in sizes] == [1, 4, 1, 4]  # the shared part, four answers

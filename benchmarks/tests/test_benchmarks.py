@@ -717,3 +717,16 @@ def test_how_far_a_weight_is_from_the_next_bf16_number():
     words = " ".join(section(PAGE, "What does rounding to bf16 leave of a step?").split())
     assert f"{apart.item():.1e} apart".replace("e-0", "e-") in words
     assert f"has {apart.item() / 2:.0e} to go".replace("e-0", "e-") in words
+
+
+def test_the_table_of_rounding_is_that_of_its_csv():
+    """Shares of a step that arrive, and falls of the loss, after 1, 3 and 10 steps."""
+    steps = pandas.read_csv(ROOT / "benchmarks/results/rounding-steps.csv", index_col="step")
+    page = section(PAGE, "What does rounding to bf16 leave of a step?")
+    for step, line in steps.iterrows():
+        left = [line[f"movement left, {rounding}"] for rounding in ("nearest", "dither")]
+        falls = [line[f"loss falls by, {name}"] for name in ("exact", "nearest", "dither")]
+        cells = "{:.1f}% | {:.3f} | {:.2f}".format(100 * line.changed, *left)
+        cells += "".join(f" | {fall:.5f}" for fall in falls)
+        cells = cells.replace(" 0.", " .")
+        assert f"| {step} | {cells} |" in page, cells
