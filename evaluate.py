@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.load import add_flags, check_sampling, load
 from engine.sampling import positions
-from rewards import REWARDS, R_by_name, judge
+from reward_functions import REWARDS, R_by_name, judge
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything

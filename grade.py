@@ -26,7 +26,7 @@ from pathlib import Path
 from engine.checkpoints import mark_of
 from engine.load import add_flags, load
 from judge import say_judgement
-from rewards import REWARDS
+from reward_functions import REWARDS
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
 from runtime.samples import case_of, read_lines, sample_table, say_pass_at_1

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from cer import check_scoring
 from engine.load import check_sampling, load
 from evaluate import add_model_and_data, load_model_and_data, sample_and_judge
-from rewards import REWARDS, check_asked
+from reward_functions import REWARDS, check_asked
 from runtime.files import write_atomically
 from runtime.ranks import seed_everything
 from runtime.samples import brief, sample_table, say_grade

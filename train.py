@@ -20,7 +20,7 @@ from engine.lora import LoraPolicy
 from engine.memory import check_disk, moments_can_leave, plan_memory
 from engine.policy import Policy, check_training, make_adam, moments_on_host
 from evaluate import evaluate
-from rewards import REWARDS, R_by_name, check_asked, judge
+from reward_functions import REWARDS, R_by_name, check_asked, judge
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime.files import checkpoints, how_to_resume, read_config

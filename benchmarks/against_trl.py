@@ -31,7 +31,7 @@ from trl_cer import cer_rewards
 from engine.load import load, load_model
 from engine.policy import Policy, make_adam
 from engine.tokens import split_answer
-from rewards import REWARDS, R_by_name, judge
+from reward_functions import REWARDS, R_by_name, judge
 from rloo import leave_one_out, rloo_rows, update
 from rollout import sample
 from runtime import cli

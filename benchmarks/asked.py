@@ -26,7 +26,7 @@ import cer
 import judge
 from engine.load import load
 from engine.tokens import split_answer, vocabulary
-from rewards import probability_of_yes
+from reward_functions import probability_of_yes
 from runtime.cli import progress
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks

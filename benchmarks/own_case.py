@@ -28,7 +28,7 @@ import torch
 from cer import cer
 from grade import by_grades, draw, read_grades
 from judge import interval, judge_rewards, question_aucs
-from rewards import f1, words
+from reward_functions import f1, words
 from rloo import leave_one_out
 from runtime.samples import read_lines
 from tasks.verifiers import plain_text

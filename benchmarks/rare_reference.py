@@ -40,7 +40,7 @@ from measure import ROOT, markdown
 
 from engine.tokens import split_answer
 from grade import draw, in_doubt
-from rewards import f1
+from reward_functions import f1
 from runtime import cli
 from runtime.files import read_rows, to_jsonl
 from tasks.verifiers import plain_text

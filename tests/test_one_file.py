@@ -9,7 +9,7 @@ from test_rloo import flat, gradient_of_update
 
 import cer
 from engine.load import load
-from rewards import Judged
+from reward_functions import Judged
 from rloo import leave_one_out, rloo_rows
 from rollout import sample
 from tasks.data import load_problems

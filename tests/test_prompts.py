@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 import evaluate
 import judge
 import train
-from rewards import asking_prompts, check_asked
+from reward_functions import asking_prompts, check_asked
 from runtime.cli import InputError
 from tasks import general_verifier, toy_model
 from tasks.data import Problem

@@ -12,7 +12,7 @@ from conftest import ROOT, group_of, tiny_model
 from test_theory import EGGS, PRIOR
 
 from cer import cer, exact_cer
-from rewards import judge
+from reward_functions import judge
 from rloo import leave_one_out
 from tasks import verifiers
 from tasks.data import Problem

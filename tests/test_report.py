@@ -9,7 +9,7 @@ import torch
 from conftest import group_of, steps_of, tiny_model
 
 import train
-from rewards import Judged, judge
+from reward_functions import Judged, judge
 from runtime import cli, report
 from runtime.files import append_rows
 from runtime.samples import group_line, of_step, sample_table

@@ -17,7 +17,7 @@ from conftest import group_of, tiny_model
 from one_file import log_pi_all_ways as log_pi
 
 from engine.tokens import Box, split_answer, vocabulary
-from rewards import (
+from reward_functions import (
     REWARDS,
     R_by_name,
     Reward,
@@ -284,7 +284,7 @@ def test_yes_and_no_are_asked_by_tokens_of_their_own(tokenizer, monkeypatch, cap
     model.lm_head.forward = lambda last: torch.eye(len(tokenizer))[yes[:1]] * 20  # it says Yes
     check_asked([problem], (model, tokenizer), 8)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("rewards.decision_tokens", lambda tokenizer: ([], []))
+    monkeypatch.setattr("reward_functions.decision_tokens", lambda tokenizer: ([], []))
     with pytest.raises(InputError, match="with the same token"):
         check_asked([problem], (model, tokenizer), 8)
 

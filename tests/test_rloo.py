@@ -9,7 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import load, policy
 from engine.tokens import vocabulary
-from rewards import judge
+from reward_functions import judge
 from rloo import TrainingRow, leave_one_out, microbatches, update, verifree_rows
 from rollout import to_group
 from tasks import toy_model

@@ -18,7 +18,7 @@ import plot
 import train
 import warm_start
 from engine.tokens import split_answer
-from rewards import REWARDS
+from reward_functions import REWARDS
 from runtime.files import LOGS, append_rows, lock, read_config, read_rows
 from tasks import general_verifier
 from tasks.data import in_epochs, load_problems
@@ -67,7 +67,7 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     flags += f" --verifier math --verifier-model {toy_model_dir} --max-prompt-tokens 64 --keep 1"
     flags += " --max-new-tokens 24 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
     flags += " --cpu-offload --seed 3 --eval-dataset toy-test --eval-every 1 --eval-limit 3"
-    flags += " --eval-runs 2"
+    flags += " --eval-runs 2 --rounding nearest"
     flags += " --out run --save-every 1 --dtype fp32 --sampler auto"
     _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
