@@ -380,7 +380,8 @@ def exact_cer(prior, likelihood):
     """CER of every pair of answers on a finite distribution (Eq. 3).
 
     prior [S] = pi(s|q), likelihood [S, A] = pi(a|s,q) -> rho [A, A], rho[a, b] = rho(a, a* = b).
-    An answer that no solution leads to has rho = 0.
+    An answer that no solution leads to has rho = 0. Training does not need it: the tests and the
+    lesson compare the samples' R with it.
     """
     joint = prior[:, None] * likelihood  # pi(s, a | q)  [S, A]
     marginal = joint.sum(0)  # pi(a | q)  [A]

@@ -33,9 +33,10 @@ def sample_and_judge(
     model, tokenizer, problems, N, tokens, names=(), judge_model=None, path=None, **how
 ):
     """Sample every problem N times, and judge the samples -> lines of samples.jsonl in the order of
-    the problems, which the ranks share. names: rewards to compute; "R" in a line is that of the
-    first. judge_model: see judge. how: see engine.sampling.generate. path: where the lines of some
-    problems are appended before the next are sampled."""
+    the problems, which the ranks share. names: the rewards to compute, of which the first is
+    also stored as "R". judge_model: see reward_functions.judge. how: temperature, top_p and top_k
+    (engine.sampling.generate). path: where the lines of some problems are appended before the next
+    are sampled."""
     rank, world = dist.get_rank(), dist.get_world_size()
     judges = {"verifier"}.union(*(REWARDS[name].judges for name in names))
     at_once = AT_ONCE * world if path else len(problems)

@@ -6,9 +6,9 @@
 
 A directory is what judge.py, evaluate.py or train.py wrote. You see a question, its references, and
 the answers of all directories, shuffled and without their rewards. You type the numbers of the
-right ones. An answer that equals a reference (by the verifier `text`) is right and no answer is
-wrong, so neither is asked. A model is asked about the same answers, so you can see how often you
-agree with it before you let it grade the rest.
+right ones. You are not asked about answers that equal a reference by the verifier `text`, which
+count as right, nor about samples without an answer, which count as wrong. A model is asked about
+the same answers, so you can see how often you agree with it before you let it grade the rest.
 
 Each grader has a file: grades.jsonl is yours, and a model's is named by it and its weights. Each
 grade is saved there at once, as a line, and a second start goes on. It belongs to a question with

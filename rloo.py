@@ -49,7 +49,8 @@ class TrainingRow:
 
 def rloo_rows(judged, R, A, tokenizer):
     """The training rows of one question. Every sampled token of sample i has weight A_i, also those
-    after the box. The prompt's tokens have weight 0. R, A [N] -> N rows."""
+    after the box. The prompt's tokens have weight 0. R, A [N] -> N rows. R and the tokenizer are
+    for verifree_rows, which is called in the same way."""
     group = judged.group
     return [
         TrainingRow(group.prompt + ids, [0.0] * len(group.prompt) + [A_i] * len(ids))

@@ -84,7 +84,8 @@ def main():
         with moments_on_host(optimizer, moments_move):
             log.evaluated(step, *evaluate(*evaluating))
 
-    # Evaluate before the first step. A resumed run repeats what came after its checkpoint.
+    # Evaluate the model that training starts from, or after --resume the checkpoint, if its own
+    # evaluation was cut from the logs.
     if held_out and (due or step % args.eval_every == 0 or step == last_step):
         evaluate_now()
 

@@ -34,7 +34,7 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
 
     checks: functions of (model, tokenizer) that raise an error if the model does not do what the
     method assumes: check_sampling, and cer.check_scoring. A verifier that only generates has none.
-    Whatever they raise becomes one line that names the model's family."""
+    An error in a check is reported as "FAMILY is not supported (reason)"."""
     tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
     model = load_model(name_or_dir, device, find_dtype(dtype, device))
     reset_generation_config(model, tokenizer)

@@ -88,8 +88,8 @@ def encode_plain(tokenizer, text):
 
 
 def control_tokens(tokenizer):
-    """What must not be in the texts of a data set, where it is a token in a question and ordinary
-    text in a reference. Not every tokenizer calls its marks special (Qwen's <think> is not), and
+    """Control tokens such as <|im_end|>. Rows that contain one are left out, because it would be a
+    control token in the question and plain text in the reference. Not every tokenizer calls its marks special (Qwen's <think> is not), and
     some add what is no mark, such as runs of spaces."""
     added = tokenizer.added_tokens_decoder.values()
     return [t.content for t in added if t.special or re.fullmatch("<.+>", t.content)]
