@@ -89,8 +89,8 @@ def encode_plain(tokenizer, text):
 
 def control_tokens(tokenizer):
     """Control tokens such as <|im_end|>. Rows that contain one are left out, because it would be a
-    control token in the question and plain text in the reference. Not every tokenizer calls its marks special (Qwen's <think> is not), and
-    some add what is no mark, such as runs of spaces."""
+    control token in the question and plain text in the reference. Not every tokenizer calls its
+    marks special (Qwen's <think> is not), and some add what is no mark, such as runs of spaces."""
     added = tokenizer.added_tokens_decoder.values()
     return [t.content for t in added if t.special or re.fullmatch("<.+>", t.content)]
 
