@@ -218,10 +218,8 @@ def make_parser():
     rate = "learning rate of Adam (with --lora 1e-5: what is trained starts at 0, and is smaller)"
     add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help=rate)
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
-    rounding = (
-        "of weights to bf16: with nearest, the paper's, the first hundred steps are mostly lost"
-    )
-    add("--rounding", default="dither", choices=["dither", "nearest"], help=rounding)
+    lost = "to bf16: with nearest, the paper's, most of the first hundred steps is lost"
+    add("--rounding", default="dither", choices=["dither", "nearest"], help=lost)
     length = parser.add_mutually_exclusive_group().add_argument
     length("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
     length("--steps", type=count, help="optimizer steps, instead of --epochs")

@@ -44,17 +44,11 @@ def parse_rows(path, ending, columns, parse_float):
     text = content.decode(json.detect_encoding(content), "surrogateescape")
     if ending == ".csv":
         csv.field_size_limit(2**31 - 1)
-        return map(of_cells, csv.DictReader(io.StringIO(text, newline=""), strict=True))
+        return csv.DictReader(io.StringIO(text, newline=""), strict=True)  # every value is text
     parse = json.JSONDecoder(parse_float=parse_float).decode
     if text.lstrip().startswith("["):  # the file is one list
         return parse(text)
     return map(parse, filter(str.strip, text.split("\n")))
-
-
-def of_cells(row):
-    """A row of CSV: all values are text, but a list of texts, as JSON writes it, is a list."""
-    lists = [name for name, cell in row.items() if str(cell).startswith('["')]
-    return row | {name: json.loads(row[name]) for name in lists}
 
 
 def table_rows(table, columns=None):

@@ -23,9 +23,7 @@ def init_ranks():
     cuda = torch.cuda.is_available()
     if cuda:
         version = torch.__version__  # which compares itself with tuples
-        require(
-            version >= (2, 10), f"on a GPU torch 2.10 or later is needed, and this is {version}"
-        )
+        require(version >= (2, 10), f"torch {version} is too old for a GPU: install 2.10 or later")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         # A prefill that is padded on the left has fully masked rows. cuDNN's attention, which torch
         # prefers on Hopper, need not return numbers there; the efficient kernel returns 0.

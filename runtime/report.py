@@ -10,20 +10,10 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from runtime import samples
 from runtime.cli import InputError, is_rank_0, say
 from runtime.files import append_rows, how_to_resume, read_config, write_atomically
 from runtime.ranks import all_gather
-from runtime.samples import (
-    TINY,
-    brief,
-    group_line,
-    of_step,
-    read_lines,
-    sample_table,
-    say_grade,
-    say_pass_at_1,
-    with_error,
-)
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
 IN_THE_LOG = "reward", "answered", "answer_tokens", "zero_advantage_groups", "entropy"
@@ -39,7 +29,7 @@ def warning(numbers):
     if numbers["answered"] < 0.02:
         return "almost no answers: the model stops without a box. Give it a warm_start.py"
     if numbers["tiny_reward_groups"] > 0.5:
-        return f"most groups have no reward over {TINY:g}: shorten or demonstrate the references"
+        return f"most groups have no reward over {samples.TINY:g}: shorten or show the references"
     if numbers["zero_advantage_groups"] == 1 and numbers["grad_norm"] == 0:
         return "in every group all samples received the same reward, so this step had no gradient"
 
@@ -91,7 +81,7 @@ class RunLog:
         self.append("evaluations.jsonl", [{"step": step} | line for line in lines])
         self.append("metrics.jsonl", [numbers])
         when = f"after step {step}" if step else "before training"
-        say(f"{when}  pass@1 {with_error(pass_at_1, error)}")
+        say(f"{when}  pass@1 {samples.with_error(pass_at_1, error)}")
         sample = lines[0]
         a_star = " or ".join(sample["references"])
         right = "right" if sample["right"][0] else f"wrong, a* is {a_star}"
@@ -113,18 +103,20 @@ class RunLog:
         """Write a step and print it, and what is wrong with it. Its numbers are means over the
         samples of all ranks."""
         lines = [
-            group_line(each, step=step, R=R_group.tolist(), A=A_group.tolist())
+            samples.group_line(each, step=step, R=R_group.tolist(), A=A_group.tolist())
             for each, R_group, A_group in zip(judged, R, A)
         ]
         self.append("samples.jsonl", lines[:GROUPS_A_STEP])
-        samples = sample_table(all_gather(lines))
-        line = {"step": step} | of_step(samples) | numbers | {"seconds": self.seconds}
-        line["tokens_per_second"] = int(samples.tokens.sum()) / sum(self.seconds.values())
+        table = samples.sample_table(all_gather(lines))
+        line = {"step": step} | samples.of_step(table) | numbers | {"seconds": self.seconds}
+        line["tokens_per_second"] = int(table.tokens.sum()) / sum(self.seconds.values())
         self.append("metrics.jsonl", [line])
         # The pace includes evaluations and checkpoints.
         pace = (time.perf_counter() - self.started) / (step - self.first_step + 1)
         eta = datetime.timedelta(seconds=round(pace * (self.last_step - step)))
-        shown = "  ".join(f"{name} {brief(line[name])}" for name in IN_THE_LOG if name in line)
+        shown = "  ".join(
+            f"{name} {samples.brief(line[name])}" for name in IN_THE_LOG if name in line
+        )
         say(f"step {step}/{self.last_step}  {shown}  {pace:.3g} s/step  eta {eta}")
         problem = warning(line)
         if problem and problem not in self.warned:  # once in a run
@@ -140,6 +132,6 @@ class RunLog:
         print(f"  curves   python plot.py {self.out}")
         print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
         if self.args.eval_dataset:
-            lines = read_lines(self.out)
-            say_pass_at_1(sample_table(lines), "the run's own verifier")
-            say_grade(lines, self.out)
+            lines = samples.read_lines(self.out)
+            samples.say_pass_at_1(samples.sample_table(lines), "the run's own verifier")
+            samples.say_grade(lines, self.out)
