@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.load import add_flags, check_sampling, load
 from engine.sampling import positions
-from reward_functions import REWARDS, R_by_name, judge
+from reward_functions import REWARDS, R_by_name, ask_judges
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
@@ -34,7 +34,7 @@ def sample_and_judge(
 ):
     """Sample every problem N times, and judge the samples -> lines of samples.jsonl in the order of
     the problems, which the ranks share. names: the rewards to compute, of which the first is
-    also stored as "R". judge_model: see reward_functions.judge. how: temperature, top_p and top_k
+    also stored as "R". judge_model: see ask_judges. how: temperature, top_p and top_k
     (engine.sampling.generate). path: where the lines of some problems are appended before the next
     are sampled."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -45,7 +45,7 @@ def sample_and_judge(
         mine = problems[start : start + at_once][rank::world]
         groups, some = sample(model, tokenizer, mine, N, tokens, **how), []
         for k, judged in enumerate(
-            judge(groups, judges, model, tokenizer, judge_model=judge_model)
+            ask_judges(groups, judges, model, tokenizer, judge_model=judge_model)
         ):
             line = group_line(judged, index=start + rank + world * k)
             if names:

@@ -1,9 +1,9 @@
 """Who is asked about a group, and the rewards by name.
 
-`judge` is the only stage of the loop that asks a model or a program about answers: the actor for W
-and P, a verifier for what is right, a model for Yes or No. A reward is then a small function of
-what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer. It calls no model.
-For a reward of your own add a function and a line to REWARDS.
+`ask_judges` is the only stage of the loop that asks a model or a program about answers: the actor
+for W and P, a verifier for what is right, a model for Yes or No. A reward is then a small function
+of what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer. It calls no
+model. For a reward of your own add a function and a line to REWARDS.
 """
 
 import itertools
@@ -34,7 +34,7 @@ class Judged:
     yes: torch.Tensor | None = None  # [N], P(Yes), if a model was asked whether the answer is right
 
 
-def judge(
+def ask_judges(
     groups: list[Group], judges: set[str], actor, tokenizer, M=None, judge_model=None
 ) -> list[Judged]:
     """judges: "actor", for W and P; for what is right "verifier", the program that the question
@@ -44,7 +44,7 @@ def judge(
     scores = [None] * len(groups)
     if "actor" in judges:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
-        scores = [cer.score(actor, tokenizer, *each) for each in progress("judge", inputs)]
+        scores = [cer.score(actor, tokenizer, *each) for each in progress("score", inputs)]
     pairs = list(dict.fromkeys((g.problem, a) for g in groups for a in g.answers if a))
     right = yes = None
     if "verifier" in judges:
@@ -198,7 +198,7 @@ def mean_of(*rewards):
 @dataclass(frozen=True)
 class Reward:
     of: Callable[[Judged], torch.Tensor]  # -> R [N]
-    judges: set[str]  # who has to be asked, see judge
+    judges: set[str]  # who has to be asked, see ask_judges
     rows: Callable = rloo_rows  # (Judged, R, A, tokenizer) -> the training rows of the question
 
 

@@ -20,7 +20,7 @@ from engine.lora import LoraPolicy
 from engine.memory import check_disk, moments_can_leave, plan_memory
 from engine.policy import Policy, check_training, make_adam, moments_on_host
 from evaluate import evaluate
-from reward_functions import REWARDS, R_by_name, check_asked, judge
+from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rloo import leave_one_out, update
 from rollout import sample
 from runtime.files import checkpoints, how_to_resume, read_config
@@ -100,7 +100,7 @@ def main():
         log.lap("sample")
 
         # 2. Judge: ask the actor for W and P of each group, or a verifier for what is right.
-        judged = judge(groups, reward.judges, actor, tokenizer, args.m, judge_model)
+        judged = ask_judges(groups, reward.judges, actor, tokenizer, args.m, judge_model)
         log.lap("reward")
 
         # 3. Reward: a function of what they said, with CER R = D^-1 W P (Eq. 8). R [b, N]. No

@@ -31,7 +31,7 @@ from trl_cer import cer_rewards
 from engine.load import load, load_model
 from engine.policy import Policy, make_adam
 from engine.tokens import split_answer
-from reward_functions import REWARDS, R_by_name, judge
+from reward_functions import REWARDS, R_by_name, ask_judges
 from rloo import leave_one_out, rloo_rows, update
 from rollout import sample
 from runtime import cli
@@ -72,7 +72,7 @@ def alternate(kind, reward, args, directory):
 
     def our_step():
         groups = sample(actor, tokenizer, next(batches), args.samples, args.max_new_tokens)
-        judged = judge(groups, REWARDS[reward].judges, actor, tokenizer)
+        judged = ask_judges(groups, REWARDS[reward].judges, actor, tokenizer)
         R = R_by_name(reward, judged)
         A = leave_one_out(R + noise(R.shape))
         rows = [row for each in zip(judged, R, A) for row in rloo_rows(*each, tokenizer)]

@@ -12,7 +12,7 @@ from conftest import ROOT, group_of, tiny_model
 from test_theory import EGGS, PRIOR
 
 from cer import cer, exact_cer
-from reward_functions import judge
+from reward_functions import ask_judges
 from rloo import leave_one_out
 from tasks import verifiers
 from tasks.data import Problem
@@ -85,7 +85,7 @@ def test_the_verifier_and_the_reward_of_the_pages_do_what_is_said(tokenizer, mon
     pairs = [(about, answer) for answer in ("100.9", "102", "about 3")]
     assert verifiers.verify(pairs) == [True, False, False]
     group = group_of(tokenizer, [r"\boxed{7}", "none", r"so \boxed{8}"], ["7", "7 eggs"])
-    [judged] = judge([group], {"actor"}, tiny_model(len(tokenizer)), tokenizer)
+    [judged] = ask_judges([group], {"actor"}, tiny_model(len(tokenizer)), tokenizer)
     both = judged.scores.log_references.tolist()  # [2 references, 2 columns]
     expected = [math.exp(max(both[0][c], both[1][c] / 2)) for c in (0, 1)]
     assert names["per_word"](judged).tolist() == pytest.approx([expected[0], 0, expected[1]])

@@ -9,7 +9,7 @@ import torch
 from conftest import group_of, steps_of, tiny_model
 
 import train
-from reward_functions import Judged, judge
+from reward_functions import Judged, ask_judges
 from runtime import cli, report
 from runtime.files import append_rows
 from runtime.samples import group_line, of_step, sample_table
@@ -64,7 +64,7 @@ def test_tiny_rewards_are_counted_but_not_those_that_nobody_gave(tokenizer, scal
     group = group_of(tokenizer, TEXTS, "7")
     numbers = step_of(group, [0.5 * scale, 0, 0, 0.25 * scale, 0], [0] * 5)
     assert (numbers["tiny_reward_groups"], numbers["zero_advantage_groups"]) == (share, 1)
-    [scored] = judge([group], {"actor"}, tiny_model(len(tokenizer)), tokenizer)
+    [scored] = ask_judges([group], {"actor"}, tiny_model(len(tokenizer)), tokenizer)
     numbers = step_of(group, [0] * 5, [0] * 5, scores=scored.scores)
     assert numbers["tiny_reward_groups"] == 1  # underflow
 

@@ -21,11 +21,11 @@ from reward_functions import (
     REWARDS,
     R_by_name,
     Reward,
+    ask_judges,
     asking_prompts,
     check_asked,
     decision_tokens,
     f1,
-    judge,
 )
 from runtime.cli import InputError
 from runtime.samples import group_line, sample_table
@@ -91,9 +91,9 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     monkeypatch.setitem(VERIFIERS, "math", program)
     monkeypatch.setattr(general_verifier, "ask", model)
     groups = [group_of(tokenizer, of, "14", "math") for of in (texts[:4], texts[4:])]
-    judged = judge(groups, {"verifier"}, None, None)
+    judged = ask_judges(groups, {"verifier"}, None, None)
     assert R_by_name("rule", judged).tolist() == [[1, 0, 0, 0], [0] * 4] and program.call_count == 2
-    judged = judge(groups, {"general-verifier"}, None, None, judge_model="model")
+    judged = ask_judges(groups, {"general-verifier"}, None, None, judge_model="model")
     assert R_by_name("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
@@ -104,7 +104,7 @@ def test_exact_match_composes_accents_on_both_sides(tokenizer):
     groups = [group_of(tokenizer, [r"\boxed{x}"] * 3, "é")]
     boxes = [Box(0, text, "}") for text in ("e\u0301", "é", "e")]
     groups = [dataclasses.replace(groups[0], boxes=boxes)]
-    judged = judge(groups, set(), None, None)
+    judged = ask_judges(groups, set(), None, None)
     assert R_by_name("exact", judged).tolist() == [[1, 1, 0]]
     assert sample_table([group_line(judged[0])]).verbatim.tolist() == [True, True, False]
 
@@ -218,8 +218,8 @@ def test_every_reward_is_its_definition_on_random_texts(tokenizer, monkeypatch, 
     groups = [group_of(tokenizer, of_group, references) for of_group in texts]
     R = {}
     for name, reward in REWARDS.items():
-        R[name] = R_by_name(name, judge(groups, reward.judges, model, tokenizer, M=6))
-        no_box = judge(groups[:1], reward.judges, model, tokenizer)
+        R[name] = R_by_name(name, ask_judges(groups, reward.judges, model, tokenizer, M=6))
+        no_box = ask_judges(groups[:1], reward.judges, model, tokenizer)
         assert R_by_name(name, no_box).dtype == torch.float32
         assert R[name].shape == (5, 6) and ((R[name] >= 0) & (R[name] <= 1)).all()
     for k, group in enumerate(groups):
@@ -248,8 +248,8 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
         passes = mock.Mock(side_effect=model.model.forward)
         with monkeypatch.context() as patch:
             patch.setattr(model.model, "forward", passes)
-            R = R_by_name("asked", judge(groups, {"asked"}, model, tokenizer))
-        of_other = judge(groups, {"asked"}, None, None, judge_model=(model, tokenizer))
+            R = R_by_name("asked", ask_judges(groups, {"asked"}, model, tokenizer))
+        of_other = ask_judges(groups, {"asked"}, None, None, judge_model=(model, tokenizer))
         assert torch.equal(R_by_name("asked", of_other), R)
         sizes = [list(call.kwargs["input_ids"].shape) for call in passes.call_args_list]
         assert [rows for rows, _ in sizes] == [1, 4, 1, 4]  # the shared part, four answers
@@ -359,7 +359,7 @@ NUMBERS += torch.tensor([False, True]), torch.tensor([0, 1], dtype=torch.bfloat1
 @pytest.mark.parametrize("returned", NUMBERS)
 def test_a_reward_may_return_numbers_of_any_type(tokenizer, monkeypatch, returned):
     monkeypatch.setitem(REWARDS, "mine", Reward(lambda judged: returned, set()))
-    R = R_by_name("mine", judge([group_of(tokenizer, ["a", "b"], "7")], set(), None, None))
+    R = R_by_name("mine", ask_judges([group_of(tokenizer, ["a", "b"], "7")], set(), None, None))
     assert R.dtype == torch.float32 and R.tolist() == [[0, 1]]
 
 
@@ -370,6 +370,6 @@ WRONG += [[0, None], {0: 1}, numpy.array([0, "x"], object), (x for x in [0, 1]),
 @pytest.mark.parametrize("returned", WRONG)
 def test_a_reward_that_returns_something_else_is_named(tokenizer, monkeypatch, returned):
     monkeypatch.setitem(REWARDS, "mine", Reward(lambda judged: returned, set()))
-    judged = judge([group_of(tokenizer, ["a", "b"], "7")], set(), None, None)
+    judged = ask_judges([group_of(tokenizer, ["a", "b"], "7")], set(), None, None)
     with pytest.raises(InputError, match=r"'mine' must give each sample a finite number"):
         R_by_name("mine", judged)

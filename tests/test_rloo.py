@@ -9,7 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import load, policy
 from engine.tokens import vocabulary
-from reward_functions import judge
+from reward_functions import ask_judges
 from rloo import TrainingRow, leave_one_out, microbatches, update, verifree_rows
 from rollout import to_group
 from tasks import toy_model
@@ -47,7 +47,7 @@ def verifree_formula(model, tokenizer, group, R, A):
 
 
 def by_verifree(model, tokenizer, group):
-    [judged] = judge([group], {"actor"}, model, tokenizer)
+    [judged] = ask_judges([group], {"actor"}, model, tokenizer)
     return judged
 
 

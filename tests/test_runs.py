@@ -210,11 +210,11 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
     """Run train.py, in which all samples of a step receive reward_of_step(step)."""
     steps = itertools.count(1)
 
-    def judge(groups, *_):
+    def ask_judges(groups, *_):
         R = torch.full((4,), reward_of_step(next(steps)))
         return [Judged(group, None, R) for group in groups]
 
-    monkeypatch.setattr(train, "judge", judge)
+    monkeypatch.setattr(train, "ask_judges", ask_judges)
     monkeypatch.setitem(REWARDS, "exact", Reward(lambda judged: judged.right, set()))
     return script(train, f"{flags} --reward exact --save-every 9 --out run")
 
