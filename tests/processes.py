@@ -71,6 +71,18 @@ def train_and_print_rows():
     return train.main()
 
 
+def weights_of_a_new_policy(model_dir, path):
+    """Those from which training in bf16 begins; rank 0 saves them."""
+    ranks.init_ranks()
+    model = load.load_model(model_dir, "cpu", torch.bfloat16)
+    model = policy.Policy(model, dtype=torch.bfloat16)
+    weights = {name: p.full_tensor() for name, p in model.named_parameters()}
+    if dist.get_rank() == 0:
+        torch.save(weights, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def two_updates(model_dir, rows, budget, lr, path, lora_rank=None):
     """Two optimizer steps; rank 0 saves what they did."""
     device = ranks.init_ranks()

@@ -22,7 +22,15 @@ from conftest import (
     tiny_model,
     written_by,
 )
-from processes import finish, run_in, start, start_ranks, train_and_print_rows, two_updates
+from processes import (
+    finish,
+    run_in,
+    start,
+    start_ranks,
+    train_and_print_rows,
+    two_updates,
+    weights_of_a_new_policy,
+)
 from transformers import AutoModelForCausalLM
 
 import train
@@ -55,6 +63,25 @@ def test_two_ranks_take_the_step_of_one(tmp_path, device, family, tied, lora):
     assert torch.tensor(two["done"]).allclose(torch.tensor(one["done"]), rtol=limit)
     for name, weight in one["weights"].items():
         assert (two["weights"][name] - weight).abs().max() < limit, name
+
+
+def test_two_ranks_begin_with_the_weights_of_one(tmp_path):
+    """In bf16, to the bit: where a weight begins depends on its place in the whole matrix, not in a
+    rank's part of it."""
+    model = tiny_model(64, initializer_range=0.1).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    finish(start_ranks(2, weights_of_a_new_policy, tmp_path / "model", tmp_path / "two"))
+    two = torch.load(tmp_path / "two")
+    for name, weight in model.named_parameters():
+        begin = policy.spread(weight.float())
+        assert torch.equal(two[f"model.{name}"], begin) and not torch.equal(begin, weight.float())
+
+
+def test_a_resumed_run_in_bf16_equals_one_that_never_stopped(script, quick):
+    for flags in "--out whole --steps 3", "--out run --steps 2", "--out run --steps 3 --resume":
+        code, _, err = script(train, f"{quick} --dtype bf16 --save-every 2 {flags}")
+        assert code == 0, err
+    assert written_by(Path("run")) == written_by(Path("whole"))
 
 
 def test_a_checkpoint_moves_between_one_rank_and_two(script, tmp_path, stopped_run):
