@@ -20,8 +20,8 @@ a likely solution is simply there more often. And because s_i itself is among th
 the mean rho at every N, given a_i (docs/theory.md has the proof and its conditions, docs/lesson.md
 the reason in words).
 
-R is a constant: no gradient flows through it. With one, CER would be exact match in expectation,
-because over the model's own answers both have the same mean (Theorem 2).
+R is a constant: no gradient flows through it. Over the model's own answers the mean of rho is exact
+match's (Theorem 2), so with its gradient through rho, too, CER would be exact match in expectation.
 
 In the code W has one row for each of the U distinct answers, since equal answers have equal rows,
 and one column for each sample with a closed box. The file has four parts: Eq. 8; `rewards`, from

@@ -1,9 +1,9 @@
 """REINFORCE with a leave-one-out baseline (section 3.1): from rewards to one optimizer step.
 
 The baseline of a sample is the mean reward of the other samples of its question. R is a constant:
-no gradient flows through it, although CER depends on the weights. With that gradient the expected
-step would be exact match's, because by Theorem 2 both have the same expected reward. Without it,
-CER moves probability to paraphrases of the reference too.
+no gradient flows through it, although CER depends on the weights. By Theorem 2 the mean of rho is
+exact match's, and so is the whole gradient of this mean, of which a part goes through rho. Without
+that part, CER moves probability to paraphrases of the reference too.
 
 There is one update per batch, on the weights that sampled it, so the importance ratio pi_theta /
 pi_old is 1 (up to rounding) and clipping the ratio would do nothing. Hence there are no old

@@ -4,8 +4,9 @@
 
 A model of 1.5B parameters was trained for 30 steps with different rewards, where several references
 list the wordings (results/squad-train.md), and where there is one reference in a rare wording
-(results/rare-reference.md). Dots are shares of right answers to held-out questions, read by eye
-without knowing the reward. Bars are 95% intervals that count questions and seeds.
+(results/rare-reference.md). Dots are shares of right answers to held-out questions, graded by
+language models that did not know the reward. Bars are 1.96 standard errors, which count questions
+and seeds.
 """
 
 import sys
@@ -50,6 +51,7 @@ def main():
             axis.annotate(f"{share:.2f}".lstrip("0"), (share, place - 0.28), ha="center", size=10)
         axis.axvline(found["before"][0], color="gray", linewidth=0.8, linestyle=":")
         axis.set(title=title, xlim=(0, 1), xlabel="right answers", ylim=(4.5, -0.7))
+        axis.set_xticks([0, 0.2, 0.4, 0.6, 0.8])
         axis.set_yticks(range(len(REWARDS)), REWARDS.values())
     plt.savefig(sys.argv[1], metadata={"Date": None})
 

@@ -129,8 +129,8 @@ def main():
             completions = sample(model, tokenizer, prompt)
             R = naive_rewards(model, tokenizer, prompt, completions, question["answer"])
             advantage = R - (R.sum() - R) / (N - 1)  # minus the mean reward of the other samples
-            # R is a constant (see no_grad above). With the gradient through R added, the step would
-            # be (nearly, since R estimates rho) exact match's, by Theorem 2.
+            # R is a constant (see no_grad above). With the gradient through rho, too, the step
+            # would be exact match's in the mean, by Theorem 2.
             for ids, A_i in zip(completions, advantage):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients
