@@ -41,9 +41,8 @@ from runtime.samples import verbatim
 
 TOY = " --dataset toy --eval-dataset toy-test --eval-limit 3 --eval-every 1 --questions 4"
 TOY += " --samples 4 --max-new-tokens 24"
-PARTS = (
-    "load_models make_policy load_checkpoint sample ask_judges update save_checkpoint evaluate".split()
-)
+PARTS = "load_models make_policy load_checkpoint sample ask_judges update".split()
+PARTS += ["save_checkpoint", "evaluate"]
 
 # ---------------------------------------------------------------------------------------- the runs
 

@@ -98,11 +98,10 @@ def test_a_file_system_without_locks_is_named_and_the_run_goes_on(
     assert err.startswith(f"run cannot be locked ({os.strerror(errno.ENOLCK)}): start no other pro")
 
 
-@pytest.mark.parametrize("name", ["train.py", "evaluate.py"])
-def test_no_library_computes_with_gmpy2(tmp_path, name):
+def test_no_library_computes_with_gmpy2(tmp_path):
     """math-verify's time limit cannot interrupt it. torch and transformers import sympy, too."""
     (tmp_path / "gmpy2.py").write_text("raise SystemExit('gmpy2 is imported')")
     paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, ROOT / name, "--help"]
+    command = [sys.executable, ROOT / "train.py", "--help"]
     ended = subprocess.run(command, env=os.environ | paths, capture_output=True)
     assert (ended.returncode, ended.stderr) == (0, b"")

@@ -408,25 +408,34 @@ def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
 
 
 def flow(prior, likelihood, steps=4000, reward=rho_of):
-    """Exact steps, with the reward [A] held fixed in each -> the policies [steps + 1, S] and
-    [.., S, A]."""
+    """Exact steps, with the reward, [A] or [S, A], held fixed in each -> the policies
+    [steps + 1, S] and [.., S, A]."""
     logits, policies = (prior.log(), likelihood.clamp_min(1e-9).log()), []
     for _ in range(steps + 1):
         prior, likelihood = (x.softmax(-1) for x in logits)
         policies.append((prior, likelihood))
         R = reward(prior, likelihood)
-        advantage = R - (prior @ likelihood) @ R
-        of_solution = likelihood @ advantage  # and, given the solution, of each answer:
+        advantage = R - (prior[:, None] * likelihood * R).sum()
+        of_solution = (likelihood * advantage).sum(1)  # and, given it, of each answer:
         of_answer = advantage - of_solution[:, None]
         change = prior * of_solution, prior[:, None] * likelihood * of_answer
         logits = tuple(x + step for x, step in zip(logits, change))
     return map(torch.stack, zip(*policies))
 
 
+def in_fours(prior, likelihood):
+    """In groups of four a sample's reward, less the mean of the others'  [S, A]."""
+    alone, baseline = given_the_solution(prior, likelihood, 4)
+    return alone - baseline
+
+
 def test_an_answer_that_says_nothing_can_grow_while_nearly_all_work_is_wrong():
-    """In the end it dies out, right work nearly, too, and wrong work has learned to say "14"."""
+    """In the end it dies out, right work nearly, too, and wrong work has learned to say "14". But
+    in groups of four right work takes over."""
     empty = torch.cat([0.98 * EGGS, torch.full((3, 1), 0.02)], 1)
     prior, likelihood = flow(table(0.05, 0.9, 0.05), empty)
+    of_four, _ = flow(table(0.05, 0.9, 0.05), empty, 100, in_fours)
+    assert of_four[-1, 0] == approx(0.91, abs=0.005)
     shares = (prior[:, None] @ likelihood)[:, 0, 4]
     assert [*shares[[0, -1]], shares.max()] == approx([0.020, 0.007, 0.032], abs=0.0005)
     A, B, says_14 = prior[:, 0], prior[:, 1], likelihood[:, 1, 0]
@@ -483,6 +492,9 @@ def test_on_the_eggs_a_copy_of_right_working_receives_more_than_the_reference():
         *policies, last = zip(*flow(PRIOR, likelihood, steps))
         prior, after = policies[4000] if share == 0.3 else last
         assert [(prior @ after)[4:].sum(), (prior @ after)[0]] == approx(ends[share], abs=0.0005)
+    for share, after in (0.1, 0.092), (0.3, 0.351):
+        *_, (prior, likelihood) = zip(*flow(PRIOR, copying(share), 1000, in_fours))
+        assert (prior @ likelihood)[4:].sum() == approx(after, abs=0.0005)
     with_exact = (rho_of(PRIOR, copying(0.02)) + torch.eye(7)[0]) / 2
     assert with_exact[[0, 4]].tolist() == approx([0.728, 0.245], abs=0.0005)
     prior, after = last
