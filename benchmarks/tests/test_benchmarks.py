@@ -30,6 +30,24 @@ from tasks.data import Problem
 from tasks.prompts import encode_prompt
 
 
+def test_the_toy_with_lora():
+    """The table and the primary comparison of lora.md: paired by seed, by a t-test."""
+
+    def shown(x):
+        return f"{x:.3f}".replace("0.", ".", 1)
+
+    told = (ROOT / "benchmarks/results/lora.md").read_text()
+    lines = pandas.read_csv(ROOT / "benchmarks/results/lora.csv")
+    by_seed = lines.pivot(index="trained", columns="seed", values="pass@1")
+    ahead = by_seed.loc["lora"] - by_seed.loc["full"]
+    mean, half = ahead.mean(), compare_rewards.T[len(ahead) - 2] * ahead.sem()
+    numbers = f"{shown(mean)} ({shown(mean - half)} to {shown(mean + half)})"
+    assert f"**`--lora 8` minus full training is {numbers}.**" in told
+    for name, row in ("full training", "full"), ("`--lora 8`", "lora"):
+        of_seeds = [*by_seed.loc[row], by_seed.loc[row].mean()]
+        assert f"| {name} | {' | '.join(map(shown, of_seeds))} |" in told
+
+
 def test_speed(script, monkeypatch):
     few = {"scoring": {"N": 2}, "sampling": {"rows": 8}, "flagship": {"rows": 8, "prompt": 16}}
     for part, sizes in few.items():
