@@ -30,32 +30,30 @@ RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by 
 
 
 def sample_and_judge(
-    model, tokenizer, problems, N, tokens, names=(), judge_model=None, path=None, **how
+    model, tokenizer, problems, N, tokens, names=(), judge_model=None, path=None, **sampling
 ):
     """Sample every problem N times, and judge the samples -> lines of samples.jsonl in the order of
     the problems, which the ranks share. names: the rewards to compute, of which the first is
-    also stored as "R". judge_model: see ask_judges. how: temperature, top_p and top_k
-    (engine.sampling.generate). path: where the lines of some problems are appended before the next
-    are sampled."""
+    also stored as "R". judge_model: see ask_judges. sampling: see engine.sampling.generate. path:
+    where the lines of some problems are appended before the next are sampled."""
     rank, world = dist.get_rank(), dist.get_world_size()
     judges = {"verifier"}.union(*(REWARDS[name].judges for name in names))
     at_once = AT_ONCE * world if path else len(problems)
     turns, lines = range(0, len(problems), at_once), []
     for start in cli.progress("questions", turns) if path else turns:
         mine = problems[start : start + at_once][rank::world]
-        groups, some = sample(model, tokenizer, mine, N, tokens, **how), []
-        for k, judged in enumerate(
-            ask_judges(groups, judges, model, tokenizer, judge_model=judge_model)
-        ):
-            line = group_line(judged, index=start + rank + world * k)
+        groups, batch = sample(model, tokenizer, mine, N, tokens, **sampling), []
+        judged = ask_judges(groups, judges, model, tokenizer, judge_model=judge_model)
+        for k, of_group in enumerate(judged):
+            line = group_line(of_group, index=start + rank + world * k)
             if names:
-                line["rewards"] = {name: R_by_name(name, [judged])[0].tolist() for name in names}
+                line["rewards"] = {name: R_by_name(name, [of_group])[0].tolist() for name in names}
                 line["R"] = line["rewards"][names[0]]
-            some.append(line)
-        some = sorted(all_gather(some), key=lambda line: line["index"])
-        lines += some
+            batch.append(line)
+        batch = sorted(all_gather(batch), key=lambda line: line["index"])
+        lines += batch
         if path:
-            append_rows(path, some)
+            append_rows(path, batch)
     return lines
 
 
@@ -68,8 +66,8 @@ def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **sampling)
     (mean length of a completion), questions, runs.
     """
     seed_everything(seed, "evaluation")
-    how = dict(name="evaluation", **sampling)
-    lines = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **how)
+    sampling = dict(name="evaluation", **sampling)
+    lines = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **sampling)
     samples = sample_table(lines).rename(columns={"verbatim": "exact_match"})
     means = samples[["exact_match", "answered", "truncated", "tokens"]].mean().to_dict()
     pass_at_1, stderr = of_questions(samples)
@@ -124,8 +122,8 @@ def main():
     results, of_all = {}, []
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        how = runs, args.max_new_tokens, args.seed
-        results[name], lines = evaluate(model, tokenizer, problems, *how, **sampling)
+        sizes = runs, args.max_new_tokens, args.seed
+        results[name], lines = evaluate(model, tokenizer, problems, *sizes, **sampling)
         cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
         # Save now, since the next data set may take hours.
         of_all += lines

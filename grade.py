@@ -109,8 +109,8 @@ def by_grades(samples, grades, name):
 def by_person(todo, path):
     """Ask about the answers to each question."""
     print(f"{todo.case.nunique()} questions have answers in doubt. Type {KEYS}.")
-    for number, (_, own) in enumerate(todo.groupby("place"), start=1):
-        asked = [*own.itertuples()]
+    for number, (_, of_case) in enumerate(todo.groupby("place"), start=1):
+        asked = [*of_case.itertuples()]
         print(f"\n{number} of {todo.case.nunique()}:\n{wrapped(asked[0].question)}")
         print(f"reference:\n  {wrapped(' or '.join(asked[0].references), 2)}")
         for k, sample in enumerate(asked, start=1):
@@ -151,12 +151,12 @@ def wrapped(text, indent=0):
 def by_model(todo, path, model, prompt):
     """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
     for start in cli.progress("grade", range(0, len(todo), AT_ONCE), unit="batch"):
-        some, pairs = [*todo[start : start + AT_ONCE].itertuples()], []
-        for sample in some:
+        batch, pairs = [*todo[start : start + AT_ONCE].itertuples()], []
+        for sample in batch:
             reference, *others = sample.references
             problem = Problem(sample.question, reference, others=tuple(others))
             pairs.append((problem, sample.answers))
-        for sample, right, reply in zip(some, *ask(pairs, model, prompt)):
+        for sample, right, reply in zip(batch, *ask(pairs, model, prompt)):
             save(path, sample, right, reply=reply)
 
 
@@ -170,10 +170,10 @@ def say_numbers(samples, path):
     if len(graded):
         say_pass_at_1(graded, path)
         say_pass_at_1(samples.loc[graded.index], "the run's own verifier")
-        for run, own in graded.groupby("run", sort=False):
-            if any(own[name].notna().any() for name in own if name in REWARDS):
+        for run, of_run in graded.groupby("run", sort=False):
+            if any(of_run[name].notna().any() for name in of_run if name in REWARDS):
                 print(f"\n{run}, what is right by {path}:")
-                say_judgement(own.dropna(axis="columns", how="all"))
+                say_judgement(of_run.dropna(axis="columns", how="all"))
     else:
         print(f"{path} has no grades of these questions")
     return grades
@@ -185,8 +185,8 @@ def say_agreement(one, other, of_one, of_other):
     differ = [at for at in both if of_one[at] != of_other[at]]
     print(f"\n{one} and {other} agree on {len(both) - len(differ)} of {len(both)} answers")
     for word in True, False:
-        own = [of_other[at] for at in both if of_one[at] == word]
-        print(f"  {other} accepts {sum(own)} of the {len(own)} that {one} calls {WORD[word]}")
+        yes = [of_other[at] for at in both if of_one[at] == word]
+        print(f"  {other} accepts {sum(yes)} of the {len(yes)} that {one} calls {WORD[word]}")
     for case, key in differ[:3]:
         word, reference = WORD[of_one[case, key]], json.loads(case)[1][0]
         print(f"  {key!r:.30} for {reference!r:.30}: {one} says {word}")

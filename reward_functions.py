@@ -59,11 +59,11 @@ def ask_judges(
     ]
 
 
-def of_samples(said, group):
+def of_samples(verdicts, group):
     """What was said about the answer of each sample [N], False without an answer. None if nobody
     was asked."""
-    if said is not None:
-        return torch.tensor([said.get((group.problem, a), False) for a in group.answers])
+    if verdicts is not None:
+        return torch.tensor([verdicts.get((group.problem, a), False) for a in group.answers])
 
 
 # --------------------------------------------------------------------------------------- Yes or No
@@ -84,17 +84,17 @@ def probability_of_yes(pairs, asked_model) -> dict[tuple, float]:
     What the answers to a question share is read once, if their pairs lie side by side."""
     model, tokenizer = asked_model
     yes, no = decision_tokens(tokenizer)
-    of_problems = [[*own] for _, own in itertools.groupby(pairs, key=lambda pair: pair[0])]
+    of_problems = [[*of_one] for _, of_one in itertools.groupby(pairs, key=lambda pair: pair[0])]
     P = {}
-    for own in progress("ask", of_problems):
-        prompts = asking_prompts(tokenizer, own[0][0], [answer for _, answer in own])
-        asked_about = [*zip(own, prompts)]
-        for some in batches(asked_about, lambda each: len(each[1]), cer.TOKENS_AT_ONCE):
+    for of_one in progress("ask", of_problems):
+        prompts = asking_prompts(tokenizer, of_one[0][0], [answer for _, answer in of_one])
+        asked_about = [*zip(of_one, prompts)]
+        for batch in batches(asked_about, lambda each: len(each[1]), cer.TOKENS_AT_ONCE):
             with torch.no_grad():
-                _, last, _ = cer.read_contexts(model, [prompt for _, prompt in some])
+                _, last, _ = cer.read_contexts(model, [prompt for _, prompt in batch])
                 logits = model.lm_head(last).float()  # [n, V]
             odds = logits[:, yes].logsumexp(1) - logits[:, no].logsumexp(1)
-            P |= dict(zip((pair for pair, _ in some), odds.sigmoid().tolist()))
+            P |= dict(zip((pair for pair, _ in batch), odds.sigmoid().tolist()))
     return P
 
 
@@ -128,8 +128,8 @@ def check_asked(problems, asked_model, max_new_tokens):
     with as_input_error(cannot):
         longest = max(len(asking_prompts(tokenizer, each, [""])[0]) for each in problems)
     room = f"{longest} tokens of prompt and --max-new-tokens of answer"
-    few = f"it has {positions(model)} positions, too few for {room}"
-    require(longest + max_new_tokens <= positions(model), f"{cannot}: {few}")
+    too_few = f"it has {positions(model)} positions, too few for {room}"
+    require(longest + max_new_tokens <= positions(model), f"{cannot}: {too_few}")
     first = [asking_prompts(tokenizer, each, [each.reference])[0] for each in problems[:4]]
     _, last, _ = cer.read_contexts(model, first)
     p = model.lm_head(last).float().softmax(-1).mean(0)  # [V]

@@ -146,9 +146,9 @@ class Slots:
                     copies.append((self.starts[first], start, len(row.ids) - 1))
         self.copy([stretch for stretch in kept if stretch[0] != stretch[1]])
         unread = [row for row in new.values() if len(row.ids) > 1]
-        for few in batches(unread, lambda row: len(row.ids), READ_AT_ONCE):
-            ids = pad([row.ids[:-1] for row in few])  # causal attention does not see the padding
-            at = pad([range(self.starts[row], self.starts[row] + len(row.ids) - 1) for row in few])
+        for part in batches(unread, lambda row: len(row.ids), READ_AT_ONCE):
+            ids = pad([row.ids[:-1] for row in part])  # causal attention does not see the padding
+            at = pad([range(self.starts[row], self.starts[row] + len(row.ids) - 1) for row in part])
             self.at, self.used = self.here(at.flatten()), None
             where = self.here(torch.arange(ids.shape[1])[None])
             self.read(self.model.base_model, self.here(ids), where)
@@ -197,8 +197,8 @@ def attend(module, query, keys, values, mask, *, slots, scaling=None, **rest):
     if rest.get("softcap") or rest.get("s_aux") is not None:
         raise ValueError("its attention has soft caps or sinks")
     if slots.used is None:
-        how = dict(is_causal=True, scale=scaling, enable_gqa=True)
-        return F.scaled_dot_product_attention(query, keys, values, **how).transpose(1, 2), None
+        options = dict(is_causal=True, scale=scaling, enable_gqa=True)
+        return F.scaled_dot_product_attention(query, keys, values, **options).transpose(1, 2), None
     # One query for each row, against the stretch of keys that begins at slots.begin and of which
     # slots.used are there. This op is torch's own FlashAttention, from 2.10 on. From 2.13 on the
     # public torch.nn.attention.varlen.varlen_attn can do the same. The arguments after the lengths

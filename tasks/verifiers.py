@@ -106,11 +106,11 @@ def plain_text(text):
 
 def plain_character(c):
     """One dash for all dashes and one quote for all quotes. Invisible characters go."""
-    kind = unicodedata.category(c)
-    if kind == "Cf":
+    category = unicodedata.category(c)
+    if category == "Cf":
         return ""
-    is_quote = kind in ("Pi", "Pf") or c in '"„‚`´'
-    return "-" if kind == "Pd" or c == "−" else "'" if is_quote else c
+    is_quote = category in ("Pi", "Pf") or c in '"„‚`´'
+    return "-" if category == "Pd" or c == "−" else "'" if is_quote else c
 
 
 # Thai, Lao, Burmese, Khmer, Japanese and Chinese are written without spaces.
