@@ -20,7 +20,7 @@ import evaluate
 import train
 from engine import checkpoints as checkpoints_of
 from engine import load, lora, memory, policy
-from rloo import update
+from rloo import microbatches, update
 from runtime.cli import InputError
 from runtime.files import checkpoints, read_config, read_rows
 
@@ -70,9 +70,12 @@ def test_the_gradients_are_those_of_an_unmerged_model(family, recompute):
     theirs = torch.autograd.grad(loss, [x for AB in pairs.values() for x in AB])
     if recompute:
         model.activation_checkpointing_enable()
+    passes = []
+    model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
     optimizer = mock.Mock(param_groups=[], zero_grad=lambda: None)  # the gradients stay
     ours_loss, norm = update(trained, optimizer, rows, 0.0, 64)
     assert ours_loss == pytest.approx(loss.item(), rel=1e-5)
+    assert len(passes) == (2 if recompute else 1) * len([*microbatches(rows, 64)])
     scale = 1 / max(1.0, norm + 1e-6)  # they were clipped
     ours = [x.grad.full_tensor() for AB in zip(trained.A, trained.B) for x in AB]
     for mine, its in zip(ours, theirs, strict=True):
