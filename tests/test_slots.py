@@ -10,7 +10,7 @@ import torch
 from conftest import needs_cuda, tiny_model
 from transformers import GenerationConfig
 
-from engine import load, sampling, slots
+from engine import load, lora, sampling, slots
 from engine.slots import Slots
 from runtime.cli import InputError
 
@@ -66,6 +66,16 @@ def test_greedy_tokens_are_those_of_generate(model, monkeypatch, fits, piece):
     assert rows == expected and entropies == pytest.approx(theirs, abs=1e-4)
     assert {row[-1] in STOPS for row in rows} == {True, False} and len(set(map(len, rows))) > 3
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_after_a_step_of_lora_it_samples_with_the_new_weights(model):
+    trained = lora.LoraPolicy(model, 4, "dither", seed=0)
+    before, _ = by_slots(model, prompts(), 20, 12, temperature=0)
+    for B in trained.B:
+        B.data.to_local().normal_(0, 0.1)
+    trained.copy_weights(model)
+    after, _ = by_slots(model, prompts(), 20, 12, temperature=0)
+    assert after == sampling.generate(model, prompts(), 20, temperature=0)[0] != before
 
 
 def plain_entropy(model, prompt, ids):
