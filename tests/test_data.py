@@ -149,7 +149,7 @@ b,s,,
     assert [p.verifier for p in problems] == ["text", "math", "text", "text"]
     assert problems[0].question == "Which, of\r\ntwo?"
     err = capsys.readouterr().err
-    assert "with a box) (1 of 6: rows [5])" in err and "list of JSON (1 of 6: rows [3])" in err
+    assert "with a box) (1 of 6: rows [5])" in err and "give a list, in .jsonl (1 of 6: rows [3])" in err
     (tmp_path / "rows.csv").write_text("question,answer\nq,1\nr,1,250\n")
     with pytest.raises(InputError, match="rows.csv, row 2: expected "):
         load_problems(tmp_path / "rows.csv")
@@ -225,7 +225,7 @@ def test_containers_written_as_text_are_left_out(load_rows, capsys):
     )
     right += "f([1, 2])", "an array (of 3)", "f'(x)", "['tis]x", "#3"
     assert references(load_rows, [*right, *CODE]) == [*right]
-    assert f"written as text: make it a list of JSON ({len(CODE)} of" in capsys.readouterr().err
+    assert f"written as text: give a list, in .jsonl ({len(CODE)} of" in capsys.readouterr().err
 
 
 GSM8K = {  # the working before the mark is left out
@@ -327,7 +327,7 @@ def test_what_cannot_be_seen_is_no_part_of_a_reference(load_rows, capsys):
     rows += [{"question": "3", "answer": a} for a in ("[1, 2]", "a\u200cb")]
     assert [p.reference for p in load_rows(rows)] == ["Paris", "é", "[1, 2]", "a\u200cb"]
     said = capsys.readouterr().err
-    assert "written as text: make it a list of JSON (2 of 7: rows [4, 5])" in said
+    assert "written as text: give a list, in .jsonl (2 of 7: rows [4, 5])" in said
 
 
 def test_the_verifier_of_a_row_comes_first(load_rows, capsys, monkeypatch):
