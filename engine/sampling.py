@@ -5,7 +5,7 @@ import copy
 import math
 
 import torch
-from transformers import LogitsProcessor, StaticCache
+from transformers import StaticCache
 
 from engine.tokens import batches, pad
 from runtime.cli import progress
@@ -18,22 +18,6 @@ def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
     config = copy.deepcopy(model.generation_config)  # its stop tokens
     config.update(**settings)
     return config
-
-
-class EachStep(LogitsProcessor):
-    """What happens at each decode step before a token is drawn: the ids beyond the tokenizer are
-    suppressed, the entropy is recorded, and the progress bar counts."""
-
-    def __init__(self, tokenizer_size, bar):
-        self.tokenizer_size, self.bar = tokenizer_size, bar
-        self.entropies = []  # [rows] each, in nats
-
-    def __call__(self, ids, logits):
-        # generate()'s own suppress_tokens takes a list, and sorts the vocabulary at every step.
-        logits[:, self.tokenizer_size :] = -torch.inf
-        self.entropies.append(torch.special.entr(logits.float().softmax(-1)).sum(-1))
-        self.bar.update(len(logits))
-        return logits
 
 
 def generate(model, prompts, max_new_tokens, piece=None, name="sample", stops=None, **settings):
@@ -97,7 +81,15 @@ def extend(model, so_far, tokens, bar, settings):
     entropy of the model's distribution. Whatever follows a stop token is padding."""
     ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
     mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
-    each_step = EachStep(model.tokenizer_size, bar)
+    entropies = []  # of each step [rows], in nats
+
+    def each_step(_, logits):  # before a token is drawn
+        # generate()'s own suppress_tokens takes a list, and sorts the vocabulary at every step.
+        logits[:, model.tokenizer_size :] = -torch.inf  # these ids spell nothing
+        entropies.append(torch.special.entr(logits.float().softmax(-1)).sum(-1))
+        bar.update(len(logits))
+        return logits
+
     # A static cache is written in place. The default one is copied whole at every token. Compiled,
     # transformers (5.23) would repeat the keys of grouped queries for all heads.
     cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)
@@ -110,7 +102,7 @@ def extend(model, so_far, tokens, bar, settings):
         generation_config=sampling_config(model, **settings),
         logits_processor=[each_step],
     )
-    return longer[:, ids.shape[1] :].tolist(), torch.stack(each_step.entropies, 1).tolist()
+    return longer[:, ids.shape[1] :].tolist(), torch.stack(entropies, 1).tolist()
 
 
 def read_once(model, so_far, ids, mask, cache):
