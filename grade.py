@@ -48,9 +48,8 @@ def draw(lines, count):
     is a reference by it."""
     samples = sample_table(lines)
     runs = samples.groupby("case").run.nunique()
-    cases = sorted(
-        runs.index[runs == samples.run.nunique()], key=lambda x: random.Random(x).random()
-    )
+    shared = runs.index[runs == samples.run.nunique()]
+    cases = sorted(shared, key=lambda case: random.Random(case).random())
     cli.require(cases, "no question is in all of these directories with the same references")
     samples["place"] = samples.case.map({case: place for place, case in enumerate(cases[:count])})
     samples = samples.dropna(subset="place").sort_values("place", kind="stable")
