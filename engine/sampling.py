@@ -2,7 +2,6 @@
 found a model fit for it, with engine/slots.py."""
 
 import copy
-import math
 
 import torch
 from transformers import StaticCache
@@ -20,11 +19,11 @@ def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
     return config
 
 
-def generate(model, prompts, max_new_tokens, piece=None, name="sample", stops=None, **settings):
+def generate(model, prompts, max_new_tokens, name="sample", stops=None, **settings):
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
-    A completion ends early where the model has no more positions. piece: see below. name: of the
-    progress bar. stops: in place of the model's stop tokens. settings: see sampling_config.
+    A completion ends early where the model has no more positions. name: of the progress bar. stops:
+    in place of the model's stop tokens. settings: see sampling_config; and piece, see below.
 
     Rows grow by a piece of some hundred tokens, so that those that have ended make room for others.
     Who samples a piece is generate_pieces, or slots.sample_pieces if choose_sampler has set it.
@@ -37,7 +36,7 @@ def generate(model, prompts, max_new_tokens, piece=None, name="sample", stops=No
     stops = model.generation_config.eos_token_id if stops is None else stops
     bar = progress(name, unit=" tokens", unit_scale=True)
     sample_pieces = getattr(model, "sample_pieces", None) or generate_pieces
-    for batch, sampled, entropies in sample_pieces(model, rows, piece, stops, bar, **settings):
+    for batch, sampled, entropies in sample_pieces(model, rows, stops, bar, **settings):
         for row, ids, of_tokens in zip(batch, sampled, entropies):
             row.take(ids, of_tokens, stops)
         finished = sum(row.room == 0 for row in rows)
@@ -63,11 +62,10 @@ class Row:
                 self.room = 0 if token in stops else self.room - 1
 
 
-def generate_pieces(model, rows, piece, stops, bar, **settings):
+def generate_pieces(model, rows, stops, bar, piece=512, **settings):
     """Sample with Hugging Face's generate() -> for each piece the rows that have grown, their new
     tokens and the entropies of these. The rows of a piece are the shortest unfinished ones, as many
     as fit in memory. They are read again. This costs one forward pass, but no KV cache is kept."""
-    piece = piece or 512
     budget = bytes_that_fit(model)
     while unfinished := [row for row in rows if row.room > 0]:
         batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
@@ -126,7 +124,7 @@ def read_once(model, so_far, ids, mask, cache):
 
 def positions(model):
     """How many tokens a row may have."""
-    return getattr(model.config, "max_position_embeddings", None) or math.inf
+    return getattr(model.config, "max_position_embeddings", None) or float("inf")
 
 
 def row_bytes(model, tokens, more):
