@@ -142,9 +142,8 @@ def ask_numbers(count):
 
 def wrapped(text, indent=0):
     """A text for a terminal of 80 columns."""
-    lines = cli.printable(text).split("\n")
-    parts = [part for line in lines for part in textwrap.wrap(line, 74) or [""]]
-    return ("\n" + " " * indent).join(parts)
+    lines = [textwrap.fill(line, 74) for line in cli.printable(text).split("\n")]
+    return "\n".join(lines).replace("\n", "\n" + " " * indent)
 
 
 def by_model(todo, path, model, prompt):

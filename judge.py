@@ -36,8 +36,7 @@ def say_judgement(samples, path=None):
     a row for each reward. path: where it is written before anything is printed."""
     given = [name for name in samples if name in REWARDS]
     names = [name for name in given if samples[name].notna().all()]
-    if len(names) < len(given):
-        lacking = ", ".join(name for name in given if name not in names)
+    if lacking := ", ".join(name for name in given if name not in names):
         print(f"left out, since some questions lack them: {lacking}")
     if not names:
         return None

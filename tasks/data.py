@@ -3,7 +3,6 @@
 Hub data sets and local files have the same row format.
 """
 
-import collections
 import math
 import random
 import re
@@ -76,12 +75,12 @@ def load_problems(
     name = str(name_or_path)
     rows, default = load_rows(name)
     require(rows, f"{name} has no rows")
-    problems, left_out = [], collections.defaultdict(list)  # {reason: row numbers}
+    problems, left_out = [], {}  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
         try:
             problems.append(to_problem(row, verifier or default))
         except InputError as reason:
-            left_out[str(reason)].append(number)
+            left_out.setdefault(str(reason), []).append(number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
     columns = dict.fromkeys(column for row in rows for column in row)
     unusable = f"no row can be used; {'; '.join(counts)}; the columns are {', '.join(columns)}"
