@@ -165,7 +165,7 @@ def check_sampling(model, tokenizer):
     require(all(p.isfinite().all() for p in model.parameters()), "its weights are not finite")
     prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
     both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)
-    config = sampling_config(model, max_new_tokens=2, **both)
+    config = sampling_config(max_new_tokens=2, **both)
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
     layers = {type(layer) for layer in out.past_key_values.layers}
     require(layers == {DynamicLayer}, "it needs full attention in all layers (no sliding window)")

@@ -1,22 +1,18 @@
 """Sample completions of prompts with Hugging Face's generate(), or, where load.choose_sampler has
 found a model fit for it, with engine/slots.py."""
 
-import copy
-
 import torch
-from transformers import StaticCache
+from transformers import GenerationConfig, StaticCache
 
 from engine.tokens import batches, pad
 from runtime.cli import progress
 
 
-def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
+def sampling_config(temperature=1.0, top_p=1.0, top_k=0, **settings):
     """The defaults are the model's own distribution. temperature=0 is greedy, top_k=0 keeps all."""
     if temperature > 1e-4:  # below, logits / temperature would overflow, and sampling is greedy
         settings |= dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    config = copy.deepcopy(model.generation_config)  # its stop tokens
-    config.update(**settings)
-    return config
+    return GenerationConfig(**settings)  # generate() adds the model's stop tokens
 
 
 def generate(model, prompts, max_new_tokens, name="sample", stops=None, **settings):
@@ -97,7 +93,7 @@ def extend(model, so_far, tokens, bar, settings):
         ids,
         attention_mask=mask,
         past_key_values=cache,
-        generation_config=sampling_config(model, **settings),
+        generation_config=sampling_config(**settings),
         logits_processor=[each_step],
     )
     return longer[:, ids.shape[1] :].tolist(), torch.stack(entropies, 1).tolist()
