@@ -83,8 +83,7 @@ def load_problems(
             left_out.setdefault(str(reason), []).append(number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
     columns = dict.fromkeys(column for row in rows for column in row)
-    unusable = f"no row can be used; {'; '.join(counts)}; the columns are {', '.join(columns)}"
-    require(problems, f"{name}: {unusable}")
+    require(problems, f"{name}: no usable row; {'; '.join(counts)}; columns: {', '.join(columns)}")
     for count in counts:
         say(f"{name}: left out: {count}")
     if unknown := [column for column in columns if column not in COLUMNS]:
