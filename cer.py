@@ -99,19 +99,12 @@ class Scores:
         return dict(zip(self.columns, (self.references[k] for k in drawn)))
 
 
-def score(
-    model,
-    tokenizer,
-    prompt: list[int],
-    completions: list[list[int]],
-    reference: str | list[str],
-    M: int | None = None,
-) -> Scores:
+def score(model, tokenizer, prompt, completions, reference, M=None) -> Scores:
     """W and P of the N samples of one question -> Scores, fp32, on the CPU.
 
-    prompt: token ids. completions: N lists of token ids as they were sampled. reference: a string,
-    or a list of strings, several wordings of which each is right. For each answer P is averaged
-    over M of the solutions, or over all by default (see choose_solutions).
+    prompt: a list of token ids. completions: N such lists, as they were sampled. reference: a
+    string, or a list of strings, several wordings of which each is right. For each answer P is
+    averaged over M of the solutions, or over all by default (see choose_solutions).
 
     model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
     top-k or top-p, or they are no samples of pi(s|q). This is not checked, and otherwise R is

@@ -56,9 +56,7 @@ MISSING = re.compile(r"^\s*(-?nan|-?NaN|NaT|<NA>|#NA|#N/A( N/A)?|#[A-Z/0]+[!?]|E
 CONTAINER = re.compile(r"""(?s)[\[{][\[{(\s]*["'].*[\]}]|\(["'].*["'],.*\)|(\w+\.)?array\(.*\)""")
 
 
-def load_problems(
-    name_or_path: str | Path, limit: int | None = None, verifier: str | None = None
-) -> list[Problem]:
+def load_problems(name_or_path, limit=None, verifier=None) -> list[Problem]:
     """Load a data set -> list[Problem], only the first `limit` if it is given. The data set is a
     name in TOY or HUB, a local .jsonl, .json, .parquet or .csv file, or the id of another one on
     the hub.
