@@ -99,19 +99,12 @@ class Scores:
         return dict(zip(self.columns, (self.references[k] for k in drawn)))
 
 
-def score(
-    model,
-    tokenizer,
-    prompt: list[int],
-    completions: list[list[int]],
-    reference: str | list[str],
-    M: int | None = None,
-) -> Scores:
+def score(model, tokenizer, prompt, completions, reference, M=None) -> Scores:
     """W and P of the N samples of one question -> Scores, fp32, on the CPU.
 
-    prompt: token ids. completions: N lists of token ids as they were sampled. reference: a string,
-    or a list of strings, several wordings of which each is right. For each answer P is averaged
-    over M of the solutions, or over all by default (see choose_solutions).
+    prompt: a list of token ids. completions: N such lists, as they were sampled. reference: a
+    string, or a list of strings, several wordings of which each is right. For each answer P is
+    averaged over M of the solutions, or over all by default (see choose_solutions).
 
     model: in eval mode, see answer_logprobs. The samples must be its own, at temperature 1 without
     top-k or top-p, or they are no samples of pi(s|q). This is not checked, and otherwise R is
@@ -220,10 +213,8 @@ def answer_logprobs(model, tokenizer, contexts: list[list[int]], answers: list[s
     for columns in batches(every, lambda j: len(contexts[j]) + longest, TOKENS_AT_ONCE):
         lengths, last, cache = read_contexts(model, [contexts[j] for j in columns])
         for read in passes:
-            hidden = read_answers(model, [way.tokens for _, way in read], lengths, cache)
+            hidden = read_answers(model, [way.tokens for _, way in read], lengths, last, cache)
             for (row, way), states in zip(read, hidden):
-                # The context's last state predicts t_1, the state of t_1 predicts t_2, and so on.
-                states = torch.cat([last[:, None], states], dim=1)  # [n, k + 1, H]
                 log_pi = log_finished(model.lm_head, states, way)  # [n]
                 scores[row, columns] = scores[row, columns].logaddexp(log_pi)  # both spellings
     return scores
@@ -289,9 +280,11 @@ def read_contexts(model, contexts):
     return lengths, last, out.past_key_values
 
 
-def read_answers(model, token_lists, lengths, cache):
+def read_answers(model, token_lists, lengths, last, cache):
     r"""One pass over the answers (lists of token ids, T tokens in all) after each of n contexts,
-    whose keys and values are in the cache -> the last hidden states [n, k, H] of each answer.
+    whose keys and values are in the cache -> for each answer t_1..t_k, one after the other, the
+    last hidden states [n, k + 1, H]. That of the context, last [n, H], predicts t_1, that of t_1
+    predicts t_2, and so on.
 
     The answers lie end to end in one row. A token attends to its context, and to its own answer up
     to itself. For the answers 14 and 9 after the context "so \boxed", the x of a line mark what its
@@ -327,7 +320,7 @@ def read_answers(model, token_lists, lengths, cache):
         use_cache=True,
     ).last_hidden_state  # [n, T, H]
     cache.crop(-T)  # drops the answers' T positions
-    return hidden.split(sizes, dim=1)
+    return (torch.cat([last[:, None], states], dim=1) for states in hidden.split(sizes, dim=1))
 
 
 def log_finished(lm_head, states, spelling):
@@ -360,8 +353,7 @@ def check_scoring(model, tokenizer):
     contexts = [vocab.encode(text) for text in (r"so \boxed", r"that is why it must be \boxed")]
     answers = [vocab.encode(text) for text in ("{14 eggs", r"{\frac{1}{2}")]
     lengths, last, cache = read_contexts(model, contexts)
-    for tokens, states in zip(answers, read_answers(model, answers, lengths, cache)):
-        states = torch.cat([last[:, None], states], dim=1)
+    for tokens, states in zip(answers, read_answers(model, answers, lengths, last, cache)):
         for context, in_parts in zip(contexts, model.lm_head(states)):
             ids = torch.tensor([context + tokens], device=model.device)
             logits = model(input_ids=ids).logits

@@ -48,9 +48,8 @@ def draw(lines, count):
     is a reference by it."""
     samples = sample_table(lines)
     runs = samples.groupby("case").run.nunique()
-    cases = sorted(
-        runs.index[runs == samples.run.nunique()], key=lambda x: random.Random(x).random()
-    )
+    shared = runs.index[runs == samples.run.nunique()]
+    cases = sorted(shared, key=lambda case: random.Random(case).random())
     cli.require(cases, "no question is in all of these directories with the same references")
     samples["place"] = samples.case.map({case: place for place, case in enumerate(cases[:count])})
     samples = samples.dropna(subset="place").sort_values("place", kind="stable")
@@ -143,9 +142,8 @@ def ask_numbers(count):
 
 def wrapped(text, indent=0):
     """A text for a terminal of 80 columns."""
-    lines = cli.printable(text).split("\n")
-    parts = [part for line in lines for part in textwrap.wrap(line, 74) or [""]]
-    return ("\n" + " " * indent).join(parts)
+    lines = [textwrap.fill(line, 74) for line in cli.printable(text).split("\n")]
+    return "\n".join(lines).replace("\n", "\n" + " " * indent)
 
 
 def by_model(todo, path, model, prompt):

@@ -11,8 +11,6 @@ the others.
 
 from runtime import cli  # isort: split
 
-import math
-
 import numpy
 import pandas
 import torch.distributed as dist
@@ -38,8 +36,7 @@ def say_judgement(samples, path=None):
     a row for each reward. path: where it is written before anything is printed."""
     given = [name for name in samples if name in REWARDS]
     names = [name for name in given if samples[name].notna().all()]
-    if len(names) < len(given):
-        lacking = ", ".join(name for name in given if name not in names)
+    if lacking := ", ".join(name for name in given if name not in names):
         print(f"left out, since some questions lack them: {lacking}")
     if not names:
         return None
@@ -51,7 +48,7 @@ def say_judgement(samples, path=None):
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
     print(f"{samples.index.nunique()} questions, {len(samples)} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
-    print(table.map(lambda x: "-" if math.isnan(x) else brief(x)).to_string())
+    print(table.map(lambda x: "-" if pandas.isna(x) else brief(x)).to_string())
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
     if "asked" in names:
         print("asked can be gamed: read samples (docs/measurements.md#why-not-ask-the-model)")

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy
 import pandas
 
-os.environ["MPLBACKEND"] = "Agg"  # read when matplotlib is imported; a notebook sets its own
+os.environ["MPLBACKEND"] = "Agg"  # a notebook's, which may not be installed, would be refused
 import matplotlib
-import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
 
 from runtime.files import read_config, read_rows, write_atomically
@@ -63,12 +63,11 @@ def draw_group(group, out):
     # A sample without an answer has no row in W, and gets nan.
     posterior = posterior.reindex([answers[i] for i in rows])[columns].to_numpy()
 
-    figure, axes = plt.subplot_mosaic(
+    figure = Figure(figsize=(10.5, 0.33 * len(rows) + 3), layout="constrained")
+    axes = figure.subplot_mosaic(
         [["P", "."], ["W", "R"]],
-        figsize=(10.5, 0.33 * len(rows) + 3),
         width_ratios=[max(4, len(columns)), 1.3],
         height_ratios=[1, len(rows)],
-        layout="constrained",
     )
     draw_matrix(axes["P"], P[None], "Greens", digits=3)
     draw_matrix(axes["W"], posterior, "Blues", digits=2, top=1.0)
@@ -135,7 +134,7 @@ def draw_curves(runs, names, out):
     tables = [table.groupby("step").first() for table in tables]  # an evaluation is a line, too
     panels = [key for key in PANELS if any(key in table for table in tables)]
     height = math.ceil(len(panels) / 4)
-    figure = plt.figure(figsize=(13, 3.1 * height), layout="constrained")
+    figure = Figure(figsize=(13, 3.1 * height), layout="constrained")
     for place, key in enumerate(panels, start=1):
         axis = figure.add_subplot(height, 4, place, title=PANELS[key], xlabel="step")
         for name in dict.fromkeys(names):
@@ -179,7 +178,6 @@ def names_of(runs):
 def save(figure, out):
     image = io.BytesIO()
     figure.savefig(image, format=out.suffix[1:], bbox_inches="tight", dpi=110)
-    plt.close(figure)
     write_atomically(out, image.getvalue())
     print(out)
 

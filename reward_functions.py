@@ -34,13 +34,11 @@ class Judged:
     yes: torch.Tensor | None = None  # [N], P(Yes), if a model was asked whether the answer is right
 
 
-def ask_judges(
-    groups: list[Group], judges: set[str], actor, tokenizer, M=None, judge_model=None
-) -> list[Judged]:
-    """judges: "actor", for W and P; for what is right "verifier", the program that the question
-    names, or "general-verifier", by the written reply of another language model; "asked", for
-    P(Yes), of another model or of the actor. judge_model: that model and its tokenizer. Each is
-    asked once about each distinct answer to a question."""
+def ask_judges(groups, judges, actor, tokenizer, M=None, judge_model=None) -> list[Judged]:
+    """Ask about each Group in a list. judges: a set of "actor", for W and P; for what is right
+    "verifier", the program that the question names, or "general-verifier", by the written reply of
+    another language model; "asked", for P(Yes), of another model or of the actor. judge_model: that
+    model and its tokenizer. Each is asked once about each distinct answer to a question."""
     scores = [None] * len(groups)
     if "actor" in judges:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
@@ -127,8 +125,7 @@ def check_asked(problems, asked_model, max_new_tokens):
     require(all(decisions), f"{cannot}: its tokenizer begins Yes and No with the same token")
     with as_input_error(cannot):
         longest = max(len(asking_prompts(tokenizer, each, [""])[0]) for each in problems)
-    room = f"{longest} tokens of prompt and --max-new-tokens of answer"
-    too_few = f"it has {positions(model)} positions, too few for {room}"
+    too_few = f"it has {positions(model)} positions, too few for {longest} and --max-new-tokens"
     require(longest + max_new_tokens <= positions(model), f"{cannot}: {too_few}")
     first = [asking_prompts(tokenizer, each, [each.reference])[0] for each in problems[:4]]
     _, last, _ = cer.read_contexts(model, first)

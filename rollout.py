@@ -36,10 +36,8 @@ class Group:
 # -------------------------------------------------------------------------------------- the samples
 
 
-def sample(
-    model, tokenizer, problems: list[Problem], N: int, max_new_tokens: int, **settings
-) -> list[Group]:
-    """N samples of each problem -> list of Group. settings: see engine.sampling.generate."""
+def sample(model, tokenizer, problems, N, max_new_tokens, **settings) -> list[Group]:
+    """N samples of each Problem in a list -> its Group. settings: see engine.sampling.generate."""
     prompts = [encode_prompt(tokenizer, problem) for problem in problems]
     repeated = [prompt for prompt in prompts for _ in range(N)]
     completions, entropies = generate(model, repeated, max_new_tokens, **settings)

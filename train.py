@@ -123,8 +123,7 @@ def main():
 
         # 6. Report, save, evaluate.
         last, stopping = step == last_step, stop.after(grad_norm)
-        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
-        log.step(step, judged, R, A, numbers)
+        log.step(step, judged, R, A, loss=loss, grad_norm=grad_norm, lr=lr)
         due = bool(held_out) and (last or step % args.eval_every == 0)
         if last or stopping or due or step % args.save_every == 0:
             save_checkpoint(out, step, args.keep, due, actor, tokenizer, policy, optimizer)

@@ -55,8 +55,7 @@ def main():
     cli.require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
     with cli.as_input_error(f"cannot save {out}"):
         export(model, tokenizer, out)
-    judge = f"python judge.py --model {out} --dataset FILE"
-    print(f"final loss {loss:.3f}; next: {judge}")
+    print(f"final loss {loss:.3f}; next: python judge.py --model {out} --dataset FILE")
 
 
 def read_demonstrations(path):

@@ -104,9 +104,9 @@ def token_means(model, tokenizer, group):
         return [0.0] * len(texts)
     lengths, last, cache = cer.read_contexts(model, contexts)
     best = torch.zeros(len(contexts))
-    for tokens, states in zip(references, cer.read_answers(model, references, lengths, cache)):
-        states = torch.cat([last[:, None], states[:, :-1]], dim=1)  # each predicts the next token
-        probabilities = model.lm_head(states).float().softmax(-1)
+    answers = cer.read_answers(model, references, lengths, last, cache)
+    for tokens, states in zip(references, answers):
+        probabilities = model.lm_head(states[:, :-1]).float().softmax(-1)  # of each next token
         own = probabilities[:, torch.arange(len(tokens)), tokens]  # [n, k]
         best = best.maximum(own.mean(1))
     of_sample = dict(zip(solutions, best.tolist()))

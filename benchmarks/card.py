@@ -34,7 +34,7 @@ from transformers import AutoConfig
 
 import train
 from engine.tokens import split_answer
-from plot import plt, save
+from plot import Figure, save
 from runtime import cli
 from runtime.files import append_rows, read_rows, to_jsonl
 from runtime.samples import verbatim
@@ -227,7 +227,8 @@ def in_words(differences):
 def curves(by, path):
     """pass@1 of the rewards on MATH, and what goes with it, with 1.96 standard errors over the
     questions, each of which is a mean over the seeds."""
-    figure, axes = plt.subplots(1, len(TITLES), figsize=(18, 3.8), layout="constrained")
+    figure = Figure(figsize=(18, 3.8), layout="constrained")
+    axes = figure.subplots(1, len(TITLES))
     for axis, (name, title) in zip(axes, TITLES.items()):
         for reward, own in by.groupby(by.run.str.split("-").str[1], sort=False):
             questions = own.groupby(["step", "question"])[name].mean()

@@ -9,6 +9,7 @@ full passes), a decode step, sampling in pieces (against one call), a prompt tha
 """
 
 import copy
+import functools
 import json
 import math
 import shlex
@@ -156,7 +157,8 @@ def sampling(model, tokenizer, length, repeats, rows=64, prompt=16):
     longest = 4 * length
     prompts, tokens = log_normal(rows, prompt, length, longest)
     for how, piece in ("in pieces", longest // 8), ("one call", longest):
-        _, taken = measure(1, generate, model, prompts, longest, piece)
+        in_pieces = functools.partial(generate, piece=piece)
+        _, taken = measure(1, in_pieces, model, prompts, longest)
         yield {"rows": rows, "how": how} | taken | {"tokens_per_second": tokens / taken["seconds"]}
 
 

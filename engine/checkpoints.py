@@ -75,9 +75,6 @@ def save_checkpoint(out, step, keep, due, actor, tokenizer, policy, optimizer):
     written as `partial` and renamed when it is complete, and it gets that name back before it is
     deleted, so step-K is always complete."""
     directory, partial = out / "checkpoints" / f"step-{step}", out / "checkpoints" / "partial"
-    if is_rank_0():
-        shutil.rmtree(partial, ignore_errors=True)
-    dist.barrier()
     try:
         dcp.save(training_state(policy, optimizer), checkpoint_id=partial / "training")
         if hasattr(policy, "save_adapter"):  # with --lora

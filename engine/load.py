@@ -165,24 +165,20 @@ def check_sampling(model, tokenizer):
     require(all(p.isfinite().all() for p in model.parameters()), "its weights are not finite")
     prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
     both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)
-    config = sampling_config(model, max_new_tokens=2, **both)
+    config = sampling_config(max_new_tokens=2, **both)
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
     layers = {type(layer) for layer in out.past_key_values.layers}
     require(layers == {DynamicLayer}, "it needs full attention in all layers (no sliding window)")
     for logits, scores in zip(out.logits, out.scores):
-        unchanged = torch.equal(logits[:, :ids], scores[:, :ids])
-        require(unchanged, "generate() changes its logits")
+        require(torch.equal(logits[:, :ids], scores[:, :ids]), "generate() changes its logits")
 
 
 def choose_sampler(model, tokenizer, sampler="auto"):
     """On a GPU let engine/slots.py sample from the model, unless a line says why not."""
     if sampler == "generate" or model.device.type != SLOTS_ON:
         return
-    reason = "not all of its layers have full attention"
-    if {type(layer) for layer in DynamicCache(config=model.config).layers} == {DynamicLayer}:
-        model.sample_pieces = slots.sample_pieces
-        reason = try_slots(model, vocabulary(tokenizer).encode(r"so \boxed"))
-    if reason:
+    model.sample_pieces = slots.sample_pieces
+    if reason := try_slots(model, vocabulary(tokenizer).encode(r"so \boxed")):
         model.sample_pieces = None
         say(f"sampling with Hugging Face's generate(): {reason}")
 
@@ -190,8 +186,11 @@ def choose_sampler(model, tokenizer, sampler="auto"):
 @torch.no_grad()
 def try_slots(model, prompt):
     """Sample 24 tokens of two prompts, each twice, with graphs that are replayed and rows that are
-    moved -> why not, or None: it fails (torch's flash attention refuses old cards, types of four
-    bytes and some sizes of heads), or entropies differ from those of plain forward passes."""
+    moved -> why not, or None: attention is not full, it fails (torch's flash attention refuses old
+    cards, types of four bytes and some sizes of heads), or entropies differ from those of plain
+    forward passes."""
+    if {type(layer) for layer in DynamicCache(config=model.config).layers} != {DynamicLayer}:
+        return "not all of its layers have full attention"
     prompts = 2 * [prompt[:1], prompt]
     # Random models in bf16 differ by up to .01, and by .05 to .5 if a wrong key is read.
     limit = 0.05 if model.dtype.itemsize == 2 else 1e-3

@@ -83,8 +83,7 @@ def host_lacks(actor, what="policy and Adam", each=20):
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     need, memory = each * actor.num_parameters() * ranks_here / dist.get_world_size(), host_memory()
     if need > memory:
-        need = f"{what} need about {need / 1e9:.3g} GB of CPU memory"
-        return f"{need}, and there are {memory / 1e9:.3g}"
+        return f"{what} need about {need / 1e9:.3g} of {memory / 1e9:.3g} GB of CPU memory"
 
 
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # cgroups 2, 1

@@ -1,46 +1,25 @@
 """Sample completions of prompts with Hugging Face's generate(), or, where load.choose_sampler has
 found a model fit for it, with engine/slots.py."""
 
-import copy
-import math
-
 import torch
-from transformers import LogitsProcessor, StaticCache
+from transformers import GenerationConfig, StaticCache
 
 from engine.tokens import batches, pad
 from runtime.cli import progress
 
 
-def sampling_config(model, temperature=1.0, top_p=1.0, top_k=0, **settings):
+def sampling_config(temperature=1.0, top_p=1.0, top_k=0, **settings):
     """The defaults are the model's own distribution. temperature=0 is greedy, top_k=0 keeps all."""
     if temperature > 1e-4:  # below, logits / temperature would overflow, and sampling is greedy
         settings |= dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    config = copy.deepcopy(model.generation_config)  # its stop tokens
-    config.update(**settings)
-    return config
+    return GenerationConfig(**settings)  # generate() adds the model's stop tokens
 
 
-class EachStep(LogitsProcessor):
-    """What happens at each decode step before a token is drawn: the ids beyond the tokenizer are
-    suppressed, the entropy is recorded, and the progress bar counts."""
-
-    def __init__(self, tokenizer_size, bar):
-        self.tokenizer_size, self.bar = tokenizer_size, bar
-        self.entropies = []  # [rows] each, in nats
-
-    def __call__(self, ids, logits):
-        # generate()'s own suppress_tokens takes a list, and sorts the vocabulary at every step.
-        logits[:, self.tokenizer_size :] = -torch.inf
-        self.entropies.append(torch.special.entr(logits.float().softmax(-1)).sum(-1))
-        self.bar.update(len(logits))
-        return logits
-
-
-def generate(model, prompts, max_new_tokens, piece=None, name="sample", stops=None, **settings):
+def generate(model, prompts, max_new_tokens, name="sample", stops=None, **settings):
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
-    A completion ends early where the model has no more positions. piece: see below. name: of the
-    progress bar. stops: in place of the model's stop tokens. settings: see sampling_config.
+    A completion ends early where the model has no more positions. name: of the progress bar. stops:
+    in place of the model's stop tokens. settings: see sampling_config; and piece, see below.
 
     Rows grow by a piece of some hundred tokens, so that those that have ended make room for others.
     Who samples a piece is generate_pieces, or slots.sample_pieces if choose_sampler has set it.
@@ -53,7 +32,7 @@ def generate(model, prompts, max_new_tokens, piece=None, name="sample", stops=No
     stops = model.generation_config.eos_token_id if stops is None else stops
     bar = progress(name, unit=" tokens", unit_scale=True)
     sample_pieces = getattr(model, "sample_pieces", None) or generate_pieces
-    for batch, sampled, entropies in sample_pieces(model, rows, piece, stops, bar, **settings):
+    for batch, sampled, entropies in sample_pieces(model, rows, stops, bar, **settings):
         for row, ids, of_tokens in zip(batch, sampled, entropies):
             row.take(ids, of_tokens, stops)
         finished = sum(row.room == 0 for row in rows)
@@ -79,11 +58,10 @@ class Row:
                 self.room = 0 if token in stops else self.room - 1
 
 
-def generate_pieces(model, rows, piece, stops, bar, **settings):
+def generate_pieces(model, rows, stops, bar, piece=512, **settings):
     """Sample with Hugging Face's generate() -> for each piece the rows that have grown, their new
     tokens and the entropies of these. The rows of a piece are the shortest unfinished ones, as many
     as fit in memory. They are read again. This costs one forward pass, but no KV cache is kept."""
-    piece = piece or 512
     budget = bytes_that_fit(model)
     while unfinished := [row for row in rows if row.room > 0]:
         batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
@@ -97,7 +75,15 @@ def extend(model, so_far, tokens, bar, settings):
     entropy of the model's distribution. Whatever follows a stop token is padding."""
     ids = pad(so_far, side="left").to(model.device)  # on the left, so that all end in one column
     mask = pad([[1] * len(row) for row in so_far], side="left").to(model.device)
-    each_step = EachStep(model.tokenizer_size, bar)
+    entropies = []  # of each step [rows], in nats
+
+    def each_step(_, logits):  # before a token is drawn
+        # generate()'s own suppress_tokens takes a list, and sorts the vocabulary at every step.
+        logits[:, model.tokenizer_size :] = -torch.inf  # these ids spell nothing
+        entropies.append(torch.special.entr(logits.float().softmax(-1)).sum(-1))
+        bar.update(len(logits))
+        return logits
+
     # A static cache is written in place. The default one is copied whole at every token. Compiled,
     # transformers (5.23) would repeat the keys of grouped queries for all heads.
     cache = StaticCache(model.config, max_cache_len=ids.shape[1] + tokens)
@@ -107,10 +93,10 @@ def extend(model, so_far, tokens, bar, settings):
         ids,
         attention_mask=mask,
         past_key_values=cache,
-        generation_config=sampling_config(model, **settings),
+        generation_config=sampling_config(**settings),
         logits_processor=[each_step],
     )
-    return longer[:, ids.shape[1] :].tolist(), torch.stack(each_step.entropies, 1).tolist()
+    return longer[:, ids.shape[1] :].tolist(), torch.stack(entropies, 1).tolist()
 
 
 def read_once(model, so_far, ids, mask, cache):
@@ -134,7 +120,7 @@ def read_once(model, so_far, ids, mask, cache):
 
 def positions(model):
     """How many tokens a row may have."""
-    return getattr(model.config, "max_position_embeddings", None) or math.inf
+    return getattr(model.config, "max_position_embeddings", None) or float("inf")
 
 
 def row_bytes(model, tokens, more):

@@ -16,20 +16,18 @@ READ_AT_ONCE = 8192  # tokens of a prefill
 
 
 @torch.no_grad()
-def sample_pieces(model, rows, piece, stops, bar, **settings):
+def sample_pieces(model, rows, stops, bar, piece=128, **settings):
     """As engine.sampling.generate_pieces.
 
     All rows go on for a piece of tokens. Then those that have ended leave, and the longest of the
     others go on, as many as fit into memory. The shortest rows wait, and their prefill is repeated
     later. The longest row never waits, because in the end all others would wait for it.
     """
-    piece = piece or 128
     draw = drawing(**settings)
     sizes = [len(row.ids) + row.room for row in rows]
     smallest = min((len(row.ids) + min(row.room, piece) for row in rows), default=1)
     fit = tokens_that_fit(model, len(rows), smallest)
     slots = Slots(model, max(min(sum(sizes), fit), *sizes, 0))
-    before = model.config._attn_implementation
     model.set_attn_implementation("slots")
     try:
         while unfinished := [row for row in rows if row.room > 0]:
@@ -37,7 +35,7 @@ def sample_pieces(model, rows, piece, stops, bar, **settings):
             more = min(piece, max(row.room for row in batch))
             yield batch, *decode(slots, batch, more, stops, draw, bar)
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation("sdpa")
     torch.cuda.empty_cache()  # otherwise the memory of the last graph stays reserved
 
 

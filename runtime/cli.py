@@ -73,8 +73,7 @@ def run_script(main):
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        is_sampling = "sampling.py" in traceback.format_exc()
-        flag = "--questions" if is_sampling else "--microbatch-tokens"
+        flag = "--questions" if "sampling.py" in traceback.format_exc() else "--microbatch-tokens"
         message = f"{error}: use fewer tokens at a time (in train.py a smaller {flag})"
     print(f"{Path(sys.argv[0]).name}: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)

@@ -99,9 +99,9 @@ class RunLog:
         now = time.perf_counter()
         self.seconds[part], self.since = now - self.since, now
 
-    def step(self, step, judged, R, A, numbers):
+    def step(self, step, judged, R, A, **numbers):
         """Write a step and print it, and what is wrong with it. Its numbers are means over the
-        samples of all ranks."""
+        samples of all ranks, and those of the update."""
         lines = [
             samples.group_line(each, step=step, R=R_group.tolist(), A=A_group.tolist())
             for each, R_group, A_group in zip(judged, R, A)
@@ -114,10 +114,8 @@ class RunLog:
         # The pace includes evaluations and checkpoints.
         pace = (time.perf_counter() - self.started) / (step - self.first_step + 1)
         eta = datetime.timedelta(seconds=round(pace * (self.last_step - step)))
-        shown = "  ".join(
-            f"{name} {samples.brief(line[name])}" for name in IN_THE_LOG if name in line
-        )
-        say(f"step {step}/{self.last_step}  {shown}  {pace:.3g} s/step  eta {eta}")
+        shown = [f"{name} {samples.brief(line[name])}" for name in IN_THE_LOG if name in line]
+        say(f"step {step}/{self.last_step}  {'  '.join(shown)}  {pace:.3g} s/step  eta {eta}")
         problem = warning(line)
         if problem and problem not in self.warned:  # once in a run
             self.warned.add(problem)

@@ -3,7 +3,6 @@
 Hub data sets and local files have the same row format.
 """
 
-import collections
 import math
 import random
 import re
@@ -57,9 +56,7 @@ MISSING = re.compile(r"^\s*(-?nan|-?NaN|NaT|<NA>|#NA|#N/A( N/A)?|#[A-Z/0]+[!?]|E
 CONTAINER = re.compile(r"""(?s)[\[{][\[{(\s]*["'].*[\]}]|\(["'].*["'],.*\)|(\w+\.)?array\(.*\)""")
 
 
-def load_problems(
-    name_or_path: str | Path, limit: int | None = None, verifier: str | None = None
-) -> list[Problem]:
+def load_problems(name_or_path, limit=None, verifier=None) -> list[Problem]:
     """Load a data set -> list[Problem], only the first `limit` if it is given. The data set is a
     name in TOY or HUB, a local .jsonl, .json, .parquet or .csv file, or the id of another one on
     the hub.
@@ -76,16 +73,15 @@ def load_problems(
     name = str(name_or_path)
     rows, default = load_rows(name)
     require(rows, f"{name} has no rows")
-    problems, left_out = [], collections.defaultdict(list)  # {reason: row numbers}
+    problems, left_out = [], {}  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
         try:
             problems.append(to_problem(row, verifier or default))
         except InputError as reason:
-            left_out[str(reason)].append(number)
+            left_out.setdefault(str(reason), []).append(number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
     columns = dict.fromkeys(column for row in rows for column in row)
-    unusable = f"no row can be used; {'; '.join(counts)}; the columns are {', '.join(columns)}"
-    require(problems, f"{name}: {unusable}")
+    require(problems, f"{name}: no usable row; {'; '.join(counts)}; columns: {', '.join(columns)}")
     for count in counts:
         say(f"{name}: left out: {count}")
     if unknown := [column for column in columns if column not in COLUMNS]:

@@ -65,8 +65,7 @@ def encode(tokenizer, pair, prompt):
 
 MARKS = r"[\s*_#`$]*"  # Markdown's
 DECISION = re.compile(
-    rf"Final Decision{MARKS}(?:[:：]{MARKS})?(?:\\boxed\{{)?(Yes|No)[}}*_`$ ]*(?=[.!\n]|$)",
-    re.IGNORECASE,
+    rf"(?i)Final Decision{MARKS}(?:[:：]{MARKS})?(?:\\boxed\{{)?(Yes|No)[}}*_`$ ]*(?=[.!\n]|$)"
 )
 
 

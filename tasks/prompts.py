@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import math
 import re
 
 from transformers.utils import chat_template_utils
@@ -95,7 +94,7 @@ def control_tokens(tokenizer):
     return [t.content for t in added if t.special or re.fullmatch("<.+>", t.content)]
 
 
-def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=math.inf):
+def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=float("inf")):
     """The rows that fit the model -> (problems, tokens of the longest row: its prompt, a completion
     and its longest reference, which is read after a solution). Questions and references that hold a
     control token are left out, prompts of more than `most` tokens, and rows for which the model has

@@ -103,8 +103,8 @@ def test_what_cannot_be_scored_is_refused(tokenizer):
 def test_a_model_that_is_scored_otherwise_in_parts_is_refused(tokenizer, monkeypatch):
     """Here with the positions of every answer off by one."""
 
-    def shifted(model, answers, lengths, cache):
-        return read_answers(model, answers, lengths + 1, cache)
+    def shifted(model, answers, lengths, last, cache):
+        return read_answers(model, answers, lengths + 1, last, cache)
 
     monkeypatch.setattr(cer, "read_answers", shifted)
     with pytest.raises(ValueError, match="scoring an answer in parts changes"):

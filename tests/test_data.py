@@ -149,7 +149,8 @@ b,s,,
     assert [p.verifier for p in problems] == ["text", "math", "text", "text"]
     assert problems[0].question == "Which, of\r\ntwo?"
     err = capsys.readouterr().err
-    assert "with a box) (1 of 6: rows [5])" in err and "give a list, in .jsonl (1 of 6: rows [3])" in err
+    assert "with a box) (1 of 6: rows [5])" in err
+    assert "give a list, in .jsonl (1 of 6: rows [3])" in err
     (tmp_path / "rows.csv").write_text("question,answer\nq,1\nr,1,250\n")
     with pytest.raises(InputError, match="rows.csv, row 2: expected "):
         load_problems(tmp_path / "rows.csv")

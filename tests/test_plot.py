@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import matplotlib.pyplot as plt
 import pytest
 
 import plot
@@ -39,8 +38,13 @@ def write_run(name, metrics, groups, **flags):
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that are drawn."""
-    drawn = []
-    monkeypatch.setattr(plt, "close", drawn.append)
+    drawn, save = [], plot.save
+
+    def keep(figure, out):
+        drawn.append(figure)
+        save(figure, out)
+
+    monkeypatch.setattr(plot, "save", keep)
     return drawn
 
 

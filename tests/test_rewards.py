@@ -14,6 +14,8 @@ import numpy
 import pytest
 import torch
 from conftest import group_of, tiny_model
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig
 from one_file import log_pi_all_ways as log_pi
 
 from engine.tokens import Box, split_answer, vocabulary
@@ -30,7 +32,7 @@ from reward_functions import (
 from runtime.cli import InputError
 from runtime.samples import group_line, sample_table
 from tasks import data, general_verifier, toy
-from tasks.verifiers import VERIFIERS, verify, words
+from tasks.verifiers import BOXED_LATEX, VERIFIERS, verify, words
 
 A = [" A ", "A.", "(A)", "(A).", r"\text{A}", r"\textbf{(A)}", "$A$", "**A**", "A: iron", "A) iron"]
 A += ["(A) iron", r"\text{A}: \text{iron}", "A: P(B)", "A: both B and C", "A. John F. Kemp"]
@@ -75,6 +77,18 @@ def test_verdicts():
         for problem in one, several:
             right = verify([(problem, answer) for answer in expected])
             assert dict(zip(expected, right)) == expected
+
+
+def test_math_verify_has_the_settings_of_the_papers_authors():
+    """Also those that are its defaults."""
+    normalization = NormalizationConfig(
+        basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all"
+    )
+    assert BOXED_LATEX == LatexExtractionConfig(
+        boxed_match_priority=0,
+        try_extract_without_anchor=True,
+        normalization_config=normalization,
+    )
 
 
 def test_what_math_verify_misreads_is_rewritten_on_both_sides():

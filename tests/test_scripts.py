@@ -311,7 +311,7 @@ FLAGS_OF = {
 }
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset broken.jsonl", r"broken.jsonl, row 2: expected objects with named columns"),
-    (train, "--dataset columns.jsonl", r"no row can be used; no question .*; .* are prompt"),
+    (train, "--dataset columns.jsonl", r"no usable row; no question .*; columns: prompt"),
     (train, "--dataset math501", r"math501: neither a file nor one of toy, toy-test, math7.5k"),
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
     (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* a prompt may have 1, with"),

@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_generate(model, monkeypatch, fits, piece):
     """With room for all, in pieces, and with room for few, so that rows wait and are read again."""
     monkeypatch.setattr(slots, "tokens_that_fit", lambda *_: fits)
     expected, theirs = sampling.generate(model, prompts(), 40, temperature=0)
-    rows, entropies = by_slots(model, prompts(), 40, piece, temperature=0)
+    rows, entropies = by_slots(model, prompts(), 40, piece=piece, temperature=0)
     assert rows == expected and entropies == pytest.approx(theirs, abs=1e-4)
     assert {row[-1] in STOPS for row in rows} == {True, False} and len(set(map(len, rows))) > 3
     assert model.config._attn_implementation == "sdpa"
