@@ -17,6 +17,7 @@ import own_case
 import pandas
 import pytest
 import rare_reference
+import rounding
 import torch
 from conftest import ROOT, SHARED, tiny_model
 
@@ -729,6 +730,28 @@ def test_what_is_said_of_the_paper_s_table_follows_from_it():
     assert said.replace("0.", ".") in words
 
 
+def test_the_trainings_with_two_roundings():
+    """The table and the primary comparison of rounding.md, and what measurements.md says of it."""
+    lines = pandas.read_csv(ROOT / "benchmarks/results/rounding.csv")
+    told = (ROOT / "benchmarks/results/rounding.md").read_text()
+    for kind, own in lines.groupby("rounding"):
+        cells = [f"{x:.3f}"[1:] for x in own["pass@1 end"]]
+        cells += [
+            ", ".join(f"{x:.3f}"[1:] for x in own[f"{of} end"]) for of in ("right work", "slips")
+        ]
+        assert f"| pass@1 with `{kind}` | {' | '.join(cells)} |" in told
+    ahead = re.search(
+        r"dither minus nearest: \+0(.+) \(\+0(.+) to \+0(.+)\)", rounding.report(lines)
+    )
+    numbers = "{} ({} to {}".format(*ahead.groups())
+    means = [f"{x:.3f}"[1:] for x in lines.groupby("rounding")["pass@1 end"].mean()]
+    assert f"`dither` minus `nearest` is {numbers})" in told
+    words = " ".join(section(PAGE, "What does rounding to bf16 leave of a step?").split())
+    assert (
+        numbers in words and f"of {means[0]} after ten steps with `dither`, and {means[1]}" in words
+    )
+
+
 def test_how_far_a_weight_is_from_the_next_bf16_number():
     x = torch.tensor(0.02).bfloat16()
     apart = torch.nextafter(x, torch.ones_like(x)).float() - x.float()
@@ -742,7 +765,7 @@ def test_the_table_of_rounding_is_that_of_its_csv():
     steps = pandas.read_csv(ROOT / "benchmarks/results/rounding-steps.csv", index_col="step")
     page = section(PAGE, "What does rounding to bf16 leave of a step?")
     for step, line in steps.iterrows():
-        left = [line[f"movement left, {rounding}"] for rounding in ("nearest", "dither")]
+        left = [line[f"movement left, {name}"] for name in ("nearest", "dither")]
         falls = [line[f"loss falls by, {name}"] for name in ("exact", "nearest", "dither")]
         cells = "{:.1f}% | {:.3f} | {:.2f}".format(100 * line.changed, *left)
         cells += "".join(f" | {fall:.5f}" for fall in falls)
