@@ -39,7 +39,7 @@ def rounded(W):
 # ----------------------------------------------------------------------------------------- a table
 
 
-def table(model_dir, texts, lr=1e-6, steps=(1, 3, 10)):
+def table(model_dir, texts, lr=1e-6, steps=(1, 3, 10, 40)):
     """A row after each of these steps of Adam: the share of weights that rounding changes, how much
     of the movement of the logits is left, and by how much the loss of other texts has fallen. The
     gradients are those at the exact weights."""
