@@ -125,8 +125,8 @@ def check_asked(problems, asked_model, max_new_tokens):
     require(all(decisions), f"{cannot}: its tokenizer begins Yes and No with the same token")
     with as_input_error(cannot):
         longest = max(len(asking_prompts(tokenizer, each, [""])[0]) for each in problems)
-    too_few = f"it has {positions(model)} positions, too few for {longest} and --max-new-tokens"
-    require(longest + max_new_tokens <= positions(model), f"{cannot}: {too_few}")
+    too_few = f"it has {positions(model)} positions, too few for a prompt of {longest} tokens and"
+    require(longest + max_new_tokens <= positions(model), f"{cannot}: {too_few} --max-new-tokens")
     first = [asking_prompts(tokenizer, each, [each.reference])[0] for each in problems[:4]]
     _, last, _ = cer.read_contexts(model, first)
     p = model.lm_head(last).float().softmax(-1).mean(0)  # [V]

@@ -45,8 +45,8 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False, l
                 line += "; policy and Adam in CPU memory"
             return tokens, offload, line
     need = f"{least} tokens in a micro-batch need about {(fixed + least * of_token) / 1e9:.3g} GB"
-    helps = "use shorter rows" if lora else "use --lora 32 or more GPUs (torchrun)"
-    raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: {helps}")
+    helps = "shorter rows or a smaller model" if lora else "--lora 32 or more GPUs (torchrun)"
+    raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: use {helps}")
 
 
 def trained_parameters(actor, lora):

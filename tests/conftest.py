@@ -25,10 +25,8 @@ from runtime.files import LOGS, append_rows, checkpoints, read_rows
 from tasks import data, toy, toy_model
 
 ROOT = Path(__file__).parents[1]
-for number in (
-    signal.SIGINT,
-    signal.SIGHUP,
-):  # nohup, and a shell in the background, start pytest with these ignored
+# nohup, and a shell in the background, start pytest with these ignored.
+for number in signal.SIGINT, signal.SIGHUP:
     signal.signal(number, signal.default_int_handler)
 torch.set_num_threads(1)  # models this small only lose by threads that wait for each other
 

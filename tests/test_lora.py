@@ -267,7 +267,7 @@ def test_flags_that_are_refused(script, quick, more, says):
 PLANS = [  # GB of the card -> the line of the log, or what is refused
     (24, "memory: 16,384 tokens in a micro-batch, about 9.97 of 15.5 GB"),
     (16, "memory: 11,046 tokens in a micro-batch, about 7.72 of 7.72 GB"),
-    (12, "6144 tokens .* and 3.8.* are free: use shorter rows"),
+    (12, "6144 tokens .* and 3.8.* are free: use shorter rows or a smaller model"),
 ]
 
 
