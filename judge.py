@@ -117,9 +117,9 @@ def main():
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    options = dict(names=names, judge_model=judge_model, path=out / "samples.jsonl")
     sizes = args.samples, args.max_new_tokens
-    lines = sample_and_judge(actor, tokenizer, problems, *sizes, **options)
+    path = out / "samples.jsonl"
+    lines = sample_and_judge(actor, tokenizer, problems, *sizes, names, judge_model, path)
     if cli.is_rank_0():
         say_judgement(sample_table(lines), path=out / "judge.json")
         say_grade(lines, out)
