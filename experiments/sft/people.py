@@ -1,0 +1,300 @@
+"""Prompting and fine-tuning beside VeriFree, and --lora beside full training, on real questions.
+
+    python experiments/sft/people.py DATA MODEL OUT rows      # the files that the runs read
+    python experiments/sft/people.py DATA MODEL OUT passes    # how long to fine-tune
+    python experiments/sft/people.py DATA MODEL OUT pilot     # which rate for --lora
+    python experiments/sft/people.py DATA MODEL OUT runs --passes 2 --lora-rate 1e-4 --seeds 0 1 2
+    python experiments/sft/people.py DATA MODEL OUT gather    # people.csv
+    python experiments/sft/people.py DATA MODEL OUT tables    # from people.csv
+
+DATA holds squad_human.jsonl and fairytaleqa_human.jsonl, MODEL is SmolLM2-135M-Instruct. Each run
+is a directory in OUT. What is finished is not run again. Two runs go at a time, one thread each.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from tasks.verifiers import same_text, words  # noqa: E402
+
+EXAMPLES = r"""Reason in one sentence, then box a short answer, as in the examples.
+
+Passage: The Ashford Canal was dug between 1788 and 1796 by teams of local farmers, who were paid in grain. It was closed to ships in 1921, when the railway bridge made its locks useless.
+Question: Why did ships stop using the canal?
+Solution: The passage says that it was closed when the railway bridge made its locks useless. \boxed{the railway bridge}
+
+Passage: Lichens grow slowly, often less than a millimetre a year. Because they take in everything from the air, they are used to measure its pollution.
+Question: What can be measured with lichens?
+Solution: They take in everything from the air, so they are used to measure how polluted it is. \boxed{air pollution}
+
+"""  # noqa: E501
+HELD_OUT = "--runs 4 --max-new-tokens 64 --temperature 1 --top-p 1 --top-k 0"
+RECIPE = "--verifier text --reward verifree --questions 4 --samples 8 --max-new-tokens 64"
+RECIPE += " --eval-runs 1 --eval-limit 1 --eval-every 1000 --save-every 10 --keep 1"
+
+
+# ----------------------------------------------------------------------------------------- the rows
+
+
+def ask(line, before=""):
+    question = f"{before}Passage: {line['passage']}\nQuestion: {line['question'].strip()}\n"
+    return question + (
+        "Solution:" if before else "Reason in one sentence, then box a short answer."
+    )
+
+
+def length(line):
+    return len(line["passage"].split())
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def boxed(rows, rng):
+    """Each question with one of its references, drawn, as the whole completion."""
+    return [
+        {"question": row["question"], "solution": rf"\boxed{{{rng.choice(row['answer'])}}}"}
+        for row in rows
+    ]
+
+
+def make_rows(args):
+    """Those of the page `people` (lines 0 to 149, 150 to 299, 300 to 399), and the others."""
+    lines = [json.loads(line) for line in open(args.data / "squad_human.jsonl")]
+    tales = [json.loads(line) for line in open(args.data / "fairytaleqa_human.jsonl")]
+    random.seed(0)
+    demonstrations = []
+    for line in lines[:150]:
+        if length(line) <= 130:
+            reference = random.choice(line["references"])
+            sentences = re.split(r'(?<=[.!?])\s+(?=[A-Z"“])', line["passage"])
+            has_it = [each for each in sentences if reference in each]
+            if has_it and len(has_it[0].split()) <= 50:
+                solution = f"{has_it[0]} \\boxed{{{reference}}}"
+                demonstrations.append({"question": ask(line), "solution": solution})
+    rows = [{"question": ask(line), "answer": line["references"]} for line in lines]
+    train = [row for row, line in zip(rows[150:300], lines[150:300]) if length(line) <= 110]
+    write(args.out / "demos.jsonl", demonstrations)
+    write(args.out / "train.jsonl", train)
+    write(args.out / "test.jsonl", rows[300:])
+    prompted = [{"question": ask(x, EXAMPLES), "answer": x["references"]} for x in lines[300:]]
+    write(args.out / "test-prompted.jsonl", prompted)
+    write(args.out / "tenth.jsonl", train[::10])
+    rest = [row for k, row in enumerate(train) if k % 10]
+    write(args.out / "sft-rest.jsonl", boxed(rest, random.Random("rest")))
+    for seed in range(3):
+        write(args.out / f"sft-{seed}.jsonl", boxed(train, random.Random(seed)))
+    short = [x for x in tales if length(x) <= 110]
+    write(
+        args.out / "pilot.jsonl", [{"question": ask(x), "answer": x["references"]} for x in short]
+    )
+
+
+# ----------------------------------------------------------------------------------------- the runs
+
+
+def run(command, done):
+    """Run a script, unless the file that it writes last is there, and note its seconds."""
+    if not done.exists():
+        start = time.time()
+        directory = done.parent if done.parent.name != "checkpoints" else done.parents[1]
+        with open(f"{directory}.log", "a") as log:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            words_of = [sys.executable, *command.split()]
+            subprocess.run(words_of, cwd=ROOT, env=environment, stderr=log, stdout=log, check=True)
+        with open(f"{directory}.seconds", "a") as file:
+            file.write(f"{time.time() - start:.0f}\n")
+
+
+def supervised(args, name, start, rows, epochs, seed):
+    command = f"warm_start.py --model {start} --data {rows} --epochs {epochs} --seed {seed}"
+    run(f"{command} --out {args.out / name}", args.out / name / "tokenizer_config.json")
+
+
+def evaluated(args, name, model, rows="test.jsonl", settings=HELD_OUT):
+    command = f"evaluate.py --model {model} --dataset {args.out / rows} --verifier text {settings}"
+    run(f"{command} --out {args.out / name}", args.out / name / "results.json")
+
+
+def trained(args, name, seed, steps, rows, flags):
+    out = args.out / name
+    command = f"train.py --model {args.out / 'start'} --dataset {args.out / rows} {RECIPE}"
+    command += f" --seed {seed} --steps {steps} {flags}"
+    if (out / "config.json").exists():
+        command = "train.py --resume"
+    run(f"{command} --out {out}", out / "checkpoints" / f"step-{steps}")
+
+
+def both_ways(args, name, model, rows="test.jsonl"):
+    """Held-out samples at temperature 1, and one greedy answer to each question."""
+    evaluated(args, f"{name}-sampled", model, rows)
+    evaluated(args, f"{name}-greedy", model, rows, "--runs 1 --max-new-tokens 64 --temperature 0")
+
+
+def passes(args):
+    start = args.out / "start"
+    supervised(args, "start", args.model, args.out / "demos.jsonl", 3, 0)
+    for epochs in 1, 2, 4:
+        name = f"passes-{epochs}"
+        supervised(args, name, start, args.out / "sft-rest.jsonl", epochs, 0)
+        settings = HELD_OUT.replace("--runs 4", "--runs 32")
+        evaluated(args, f"{name}-tenth", args.out / name, "tenth.jsonl", settings)
+        print(epochs, quality(args.out / f"{name}-tenth"))
+
+
+def pilot(args):
+    with ThreadPoolExecutor(2) as pool:
+        for rate in "1e-4", "5e-4":
+            name = f"pilot-{rate}"
+            pool.submit(trained, args, name, 0, 8, "pilot.jsonl", f"--lora 32 --lr {rate}")
+
+
+def train_all(args):
+    def full(seed):
+        trained(args, f"full-{seed}", seed, 30, "train.jsonl", "--lr 1e-5")
+        both_ways(args, f"full-{seed}", args.out / f"full-{seed}/checkpoints/step-30")
+
+    def lora(seed, rate):
+        trained(args, f"lora-{rate}-{seed}", seed, 30, "train.jsonl", f"--lora 32 --lr {rate}")
+        model = args.out / f"lora-{rate}-{seed}/checkpoints/step-30"
+        both_ways(args, f"lora-{rate}-{seed}", model)
+
+    def sft(seed):
+        rows = args.out / f"sft-{seed}.jsonl"
+        supervised(args, f"sft-{seed}", args.out / "start", rows, args.passes, seed)
+        both_ways(args, f"sft-{seed}", args.out / f"sft-{seed}")
+
+    def untrained():
+        both_ways(args, "prompted", args.model, "test-prompted.jsonl")
+        both_ways(args, "plain", args.model)
+        both_ways(args, "start", args.out / "start")
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(untrained)]
+        for seed in args.seeds:
+            jobs.append(pool.submit(full, seed))
+            jobs.append(pool.submit(lora, seed, args.lora_rate))
+            jobs.append(pool.submit(sft, seed))
+        jobs += [pool.submit(lora, seed, "1e-5") for seed in args.seeds]
+        for job in jobs:
+            job.result()
+
+
+# -------------------------------------------------------------------------------------- the numbers
+
+
+def f1(one, other):
+    one, other = words(one), words(other)
+    return 2 * (one & other).total() / max(1, one.total() + other.total())
+
+
+def samples_of(directory):
+    """A row for each sample of an evaluation."""
+    rows = []
+    for question, line in enumerate(map(json.loads, open(directory / "samples.jsonl"))):
+        for k, answer in enumerate(line["answers"]):
+            best = max(f1(answer or "", each) for each in line["references"])
+            right = any(same_text(answer or "", each) for each in line["references"])
+            row = {"line": 300 + question, "sample": k, "answer": answer, "text": int(right)}
+            row |= {"verbatim": int(answer in line["references"]), "f1": round(best, 3)}
+            rows.append(row | {"tokens": line["tokens"][k], "cut": int(line["truncated"][k])})
+    return pandas.DataFrame(rows)
+
+
+def quality(directory):
+    samples = samples_of(directory)
+    return samples[["text", "verbatim", "f1"]].mean().round(4).to_dict()
+
+
+def gather(args):
+    tables = []
+    for path in sorted(args.out.glob("*-sampled")) + sorted(args.out.glob("*-greedy")):
+        name, _, decoding = path.name.rpartition("-")
+        if (path / "results.json").exists():
+            arm, _, seed = name.rpartition("-") if name[-1].isdigit() else (name, "", 0)
+            tables.append(samples_of(path).assign(arm=arm, seed=int(seed), decoding=decoding))
+    table = pandas.concat(tables)
+    first = ["arm", "seed", "decoding"]
+    table[first + [name for name in table if name not in first]].to_csv(CSV, index=False)
+
+
+CSV = Path(__file__).with_name("people.csv")
+
+
+def read():
+    return pandas.read_csv(CSV, keep_default_na=False)
+
+
+def with_seeds(shares):
+    """The mean of a table [questions, seeds], and its standard error over questions and seeds."""
+    error = shares.mean(axis=1).sem() ** 2
+    error += shares.mean().sem() ** 2 if shares.shape[1] > 1 else 0
+    return shares.mean(axis=1).mean(), error**0.5
+
+
+def difference(samples, one, other, what="text"):
+    """One arm minus another, paired by question, of the seeds that both have."""
+    shares = [samples[samples.arm == arm].pivot_table(what, "line", "seed") for arm in (one, other)]
+    both = shares[0].columns.intersection(shares[1].columns)
+    return (*with_seeds(shares[0][both] - shares[1][both]), len(both))
+
+
+def tables(args):
+    samples = read()
+    for decoding, own in samples.groupby("decoding"):
+        print(decoding)
+        for arm, of_arm in own.groupby("arm"):
+            shares = {what: with_seeds(of_arm.pivot_table(what, "line", "seed")) for what in WHAT}
+            shown = "  ".join(
+                f"{what} {mean:.3f} ± {error:.3f}" for what, (mean, error) in shares.items()
+            )
+            answered = (of_arm.answer != "").mean()
+            print(f"  {arm} ({of_arm.seed.nunique()} seeds)  {shown}  answered {answered:.3f}")
+    sampled = samples[samples.decoding == "sampled"]
+    full = "full"
+    loras = [arm for arm in sampled.arm.unique() if arm.startswith("lora-")]
+    for one, other in [("sft", full), *((arm, full) for arm in loras), ("sft", "prompted")]:
+        for what in WHAT:
+            print(
+                one,
+                "minus",
+                other,
+                what,
+                "{:.3f} ± {:.3f}, {} seeds".format(*difference(sampled, one, other, what)),
+            )
+
+
+WHAT = ["text", "verbatim", "f1"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("data", type=Path)
+    add("model", type=Path)
+    add("out", type=lambda text: Path(text).resolve())
+    steps = {"rows": make_rows, "passes": passes, "pilot": pilot, "runs": train_all}
+    steps |= {"gather": gather, "tables": tables}
+    add("step", choices=steps)
+    add("--passes", type=int)
+    add("--lora-rate")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    steps[args.step](args)
+
+
+if __name__ == "__main__":
+    main()
