@@ -396,6 +396,25 @@ def test_verifree_has_the_expected_gradient_of_exact_match_and_cer_another():
     assert gradient(*same_P, rho_of(*same_P)).abs().max() < 1e-15
 
 
+def test_verifree_is_fine_tuning_on_the_posterior_weighted_with_the_references_probability():
+    """grad pi(a*) = pi(a*) E[ grad log pi(s) pi(a*|s) ], s from the posterior of a*."""
+    exact_match = torch.eye(A).double()[0]
+    for prior, likelihood, _ in policies():
+        of_reference = prior @ likelihood[:, 0]
+        posterior = prior * likelihood[:, 0] / of_reference
+        # The gradient of log pi(s) pi(a*|s) by the logits, for each s, weighted with the posterior.
+        by_answer = posterior[:, None] * (exact_match - likelihood)
+        fine_tuning = torch.cat([posterior - prior, by_answer.flatten()])
+        assert torch.allclose(gradient(prior, likelihood, exact_match), of_reference * fine_tuning)
+
+        def log_reference(logits):
+            s, a = logits[:S].softmax(0), logits[S:].view(S, A).softmax(1)
+            return (s @ a[:, 0]).log()
+
+        logits = torch.cat([prior.log(), likelihood.log().flatten()])
+        assert torch.allclose(jacobian(log_reference, logits), fine_tuning)
+
+
 def test_the_baseline_leans_like_the_reward_in_the_lessons_example():
     """On the eggs, four samples: by how much the reward and the others' lean, and for (A, "18")."""
     alone, baseline = given_the_solution(PRIOR, EGGS, 4)
