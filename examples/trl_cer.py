@@ -1,17 +1,20 @@
-r"""Train with CER in TRL, as the reward function of RLOOTrainer, or of GRPOTrainer with --grpo.
+r"""Train in TRL with CER, or with the overlap of words, as the reward function of RLOOTrainer, or
+of GRPOTrainer with --grpo.
 
     pip install -r requirements-dev.txt
     python examples/trl_cer.py                      # the toy, on a CPU
+    python examples/trl_cer.py --reward overlap
     python examples/trl_cer.py --model Qwen/Qwen3-0.6B-Base --dataset math7.5k \
         --questions 8 --samples 8 --max-new-tokens 1024
 
     python evaluate.py --model runs/trl/model --dataset toy-test \
         --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 32
 
-In a script of your own, copy `cer_rewards` below, cer.py and engine/tokens.py. docs/running.md
-("In your own trainer") lists the conditions under which the rewards are the paper's. TRL checks
-none of them. `cer_rewards` checks that a rank has all samples of a question and that the weights
-are whole. `load` checks the model and drops the generation settings that it brings from the hub.
+In a script of your own, copy `cer_rewards` below, cer.py and engine/tokens.py, or `overlap_rewards`
+and what it calls, which needs no model. docs/running.md ("In your own trainer") lists the
+conditions under which the rewards are the paper's. TRL checks none of them. `cer_rewards` checks
+that a rank has all samples of a question and that the weights are whole. `load` checks the model
+and drops the generation settings that it brings from the hub.
 """
 
 import sys
@@ -32,10 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's
 
 import cer  # noqa: E402
 from engine.load import check_sampling, load  # noqa: E402
+from engine.tokens import vocabulary  # noqa: E402
+from reward_functions import f1  # noqa: E402
 from runtime import cli  # noqa: E402
 from tasks import toy_model  # noqa: E402
 from tasks.data import load_problems  # noqa: E402
 from tasks.prompts import chat_messages, usable_prompts  # noqa: E402
+from tasks.verifiers import words  # noqa: E402
 
 
 def cer_rewards(trainer, prompts, completion_ids, references):
@@ -64,11 +70,23 @@ def cer_rewards(trainer, prompts, completion_ids, references):
     return rewards
 
 
+def overlap_rewards(tokenizer, completion_ids, references):
+    """For each sample the token F1 of SQuAD between its answer, which is in the last box, and the
+    reference that fits best. One entry per sample in each list."""
+    vocab, rewards = vocabulary(tokenizer), []
+    for ids, of_question in zip(completion_ids, references):
+        box = vocab.locate_answer(ids)
+        answer = words(box.answer if box else "")
+        rewards.append(max(f1(answer, words(reference)) for reference in of_question))
+    return rewards
+
+
 def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
     add("--dataset", default="toy", help="a name or a file, as for train.py")
+    add("--reward", default="cer", choices=["cer", "overlap"])
     for name in "questions", "samples", "max_new_tokens", "steps":
         flag = f"--{name.replace('_', '-')}"
         add(
@@ -124,10 +142,13 @@ def main():
     def cer_reward(prompts, completion_ids, reference, **others):
         return cer_rewards(trainer, prompts, completion_ids, reference)
 
+    def overlap_reward(completion_ids, reference, **others):
+        return overlap_rewards(tokenizer, completion_ids, reference)
+
     trainer = Trainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=cer_reward,
+        reward_funcs={"cer": cer_reward, "overlap": overlap_reward}[args.reward],
         args=config,
         train_dataset=Dataset.from_list(rows),
     )

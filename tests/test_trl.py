@@ -9,10 +9,11 @@ pytest.importorskip("trl")
 
 import against_trl
 import trl_cer
-from conftest import tiny_model
+from conftest import group_of, tiny_model
 
 import cer
 from engine.load import load
+from reward_functions import R_by_name, ask_judges
 from tasks import toy_model
 from tasks.data import load_problems
 from tasks.prompts import chat_messages, encode_prompt
@@ -44,6 +45,21 @@ def test_two_steps_with_the_rewards_of_train_py(script, monkeypatch, toy_model_d
     code, out, err = script(trl_cer, f"{flags} {trainer}")
     assert code == 0 and "rewards/cer_reward/mean" in out, err
     assert received[:16] == expected[:16] and len(set(received[:16])) > 4
+
+
+def test_the_overlap_in_trl_is_that_of_train_py(script, tokenizer, toy_model_dir):
+    """On hand-made completions, and in one step of TRL."""
+    texts = [r"so \boxed{14 eggs}", r"\boxed{it is 14}", "no box", r"\boxed{}"]
+    group = group_of(tokenizer, texts, ["14", "14 eggs"])
+    [judged] = ask_judges([group], set(), None, tokenizer)
+    expected = R_by_name("overlap", [judged])[0].tolist()
+    references = [["14", "14 eggs"]] * len(texts)
+    found = trl_cer.overlap_rewards(tokenizer, group.completions, references)
+    assert found == pytest.approx(expected)
+    assert expected == [1, 0.5, 0, 0]
+    flags = "--steps 1 --questions 2 --samples 4 --reward overlap --out out"
+    code, out, err = script(trl_cer, f"--model {toy_model_dir} {flags}")
+    assert code == 0 and "rewards/overlap_reward/mean" in out, err
 
 
 def test_a_model_that_cannot_be_scored_is_refused(script, tokenizer):

@@ -41,6 +41,7 @@ Solution: They take in everything from the air, so they are used to measure how 
 """  # noqa: E501
 HELD_OUT = "--runs 4 --max-new-tokens 64 --temperature 1 --top-p 1 --top-k 0"
 RECIPE = "--verifier text --reward verifree --questions 4 --samples 8 --max-new-tokens 64"
+RECIPE += " --microbatch-tokens 1024"  # more take longer, and two runs more memory than there is
 RECIPE += " --eval-runs 1 --eval-limit 1 --eval-every 1000 --save-every 10 --keep 1"
 
 
