@@ -51,10 +51,10 @@ def run(seed, lr, steps):
         (encode_prompt(tokenizer, problem), encode(rf"\boxed{{{problem.reference}}}"))
         for problem in load_problems("toy")
     ]
-    start = time.time()
+    start = time.process_time()
     order = iter(in_epochs(pairs, steps * BATCH, seed))
     finetune(model.train(), order, steps, BATCH, lr, tokenizer.eos_token_id)
-    seconds = time.time() - start
+    seconds = time.process_time() - start
     after, lines = pass_at_1(model.eval(), tokenizer, seed)
     print(seed, lr, steps, lines[0]["texts"], lines[0]["references"])
     line = {"seed": seed, "lr": lr, "steps": steps, "passes": steps * BATCH / len(pairs)}
