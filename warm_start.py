@@ -14,13 +14,15 @@ import dataclasses
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import check_sampling, export, load
-from engine.supervised import finetune
+from engine.checks import check_sampling
+from engine.export import export
+from engine.load import load
 from engine.tokens import split_answer, vocabulary
 from runtime.files import read_rows
 from runtime.ranks import init_ranks, open_run_directory
 from tasks.data import in_epochs, to_problem
 from tasks.prompts import encode_prompt, usable_prompts
+from tasks.supervised import finetune
 
 
 def main():

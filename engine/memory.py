@@ -1,4 +1,5 @@
-"""Decide how the policy fits into memory beside the actor, and whether the disk is large enough."""
+"""All arithmetic of bytes: how the policy fits into memory beside the actor, how many rows can be
+sampled at a time, and whether the host and the disk are large enough."""
 
 import os
 import shutil
@@ -8,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from engine.lora import linear_layers
-from engine.sampling import free_on_gpu
 from engine.tokens import LOGITS_AT_ONCE
-from runtime.cli import InputError, require, say
+from runtime.cli import InputError, require
 from runtime.files import checkpoints
 from runtime.ranks import all_gather
 
@@ -43,6 +43,8 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False, l
             if offload:
                 require(not (lack := host_lacks(actor)), lack)
                 line += "; policy and Adam in CPU memory"
+            elif not lora and (stay := moments_stay(actor)):
+                line += f"; {stay}"
             return tokens, offload, line
     need = f"{least} tokens in a micro-batch need about {(fixed + least * of_token) / 1e9:.3g} GB"
     helps = "shorter rows or a smaller model" if lora else "--lora 32 or more GPUs (torchrun)"
@@ -96,16 +98,19 @@ def host_memory():
     return min([pages, *(int(text) for text in texts if text.isdigit())])
 
 
-def moments_can_leave(actor, cpu_offload):
-    """Whether Adam's moments may lie in CPU memory while engine/slots.py samples, to make room for
-    its keys and values."""
-    if cpu_offload or not getattr(actor, "sample_pieces", None):
-        return False
+def moments_stay(actor):
+    """Why Adam's moments have to stay on the GPU while engine/slots.py samples, or None."""
     # Of each rank one buffer of 8 bytes for each parameter, rounded up to a power of two.
     share = actor.num_parameters() / dist.get_world_size()
     if lack := host_lacks(actor, "they", 2 ** int(8 * share).bit_length() / share):
-        say(f"Adam's moments stay on the GPU while it samples: {lack}")
-    return not lack
+        return f"Adam's moments stay on the GPU while it samples: {lack}"
+
+
+def moments_can_leave(actor, cpu_offload):
+    """Whether Adam's moments may lie in CPU memory while engine/slots.py samples, to make room for
+    its keys and values."""
+    in_slots = getattr(actor, "sample_pieces", None) is not None
+    return in_slots and not cpu_offload and not moments_stay(actor)
 
 
 def check_disk(actor, out, keep, lora=None):
@@ -119,3 +124,52 @@ def check_disk(actor, out, keep, lora=None):
     line = f"disk: {more} more checkpoints would take {size:.3g} of {free:.3g} GB"
     require(size < free, f"--out {out}: {line}: use a smaller --keep")
     return line
+
+
+# ---------------------------------------------------------------------------------------- sampling
+
+ROWS_AT_ONCE = 512  # of engine/slots.py, whose logits are held
+READ_AT_ONCE = 8192  # tokens of its prefill
+
+
+def row_bytes(model, tokens, more):
+    """The memory of a row of so many tokens that samples `more`: its keys and values; in the
+    prefill the activations of one layer and the attention mask; its logits. Equal rows share a
+    prefill, and take less than this."""
+    kv, layer, logits = bytes_of(model)
+    mask = 6 * tokens * (tokens + more)  # bool, and twice in bf16
+    return (tokens + more) * kv + tokens * layer + mask + logits
+
+
+def bytes_of(model):
+    """Of a token, its keys and values, and its activations in one layer; six copies of the logits
+    of a row."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv = 2 * config.num_hidden_layers * kv_heads * head_dim
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # as in GPT-2
+    layer = 4 * (config.hidden_size + mlp)
+    # Qwen3-4B in bf16: 144 KiB of keys and values
+    return kv * model.dtype.itemsize, layer * model.dtype.itemsize, 6 * 4 * config.vocab_size
+
+
+def bytes_that_fit(model):
+    """95% of the GPU's free memory, or 4 GiB on a CPU."""
+    return 0.95 * free_on_gpu() if model.device.type == "cuda" else 4 << 30
+
+
+def free_on_gpu():
+    """The bytes that are free, without those that torch keeps for later."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def tokens_that_fit(model, rows, smallest):
+    """How many tokens' keys and values fit into the free memory, beside the activations of one
+    layer of a prefill, and the logits of as many rows as can be seated at once, if each has the
+    smallest number of tokens. Top-p sorts logits, which takes 44 bytes for each."""
+    kv, layer, logits = bytes_of(model)
+    free = bytes_that_fit(model) - READ_AT_ONCE * layer
+    seated = min(rows, ROWS_AT_ONCE, free // (smallest * kv + 2 * logits))
+    return int((free - seated * 2 * logits) / kv)

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from engine.tokens import LOGITS_AT_ONCE
-from runtime.cli import require
 
 
 def make_adam(policy):
@@ -117,22 +116,6 @@ def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
 
     pieces = zip(hidden.split(chunk), targets.split(chunk))
     return torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces])
-
-
-@torch.no_grad()
-def check_training(policy, actor):
-    """Check that the policy's log-probabilities, in training mode, are the actor's: noise in
-    training mode would give the update other ones than those that sampled."""
-    stop = actor.generation_config.eos_token_id[0]
-    ids = torch.tensor([[stop, *range(8)]], device=policy.device)
-    logits = actor(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    at = torch.arange(9, device=policy.device)[None] > 0
-    difference = (policy(ids, at) - expected).abs().mean().item()
-    family, limit = actor.config.model_type, 0.1 if actor.dtype == torch.bfloat16 else 1e-3
-    same = f"{family} is not supported: its log-probabilities in training mode differ"
-    require(difference < limit, f"{same} by {difference:.2g}")
-    policy.reshard()  # FSDP keeps the embeddings gathered after a forward pass
 
 
 @contextlib.contextmanager

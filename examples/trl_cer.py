@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's
 
 
 import cer  # noqa: E402
-from engine.load import check_sampling, load  # noqa: E402
+from engine.checks import check_sampling  # noqa: E402
+from engine.load import load  # noqa: E402
 from runtime import cli  # noqa: E402
 from tasks import toy_model  # noqa: E402
 from tasks.data import load_problems  # noqa: E402

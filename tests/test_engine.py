@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 import rollout
 from cer import answer_logprobs, check_scoring
-from engine import load, memory, policy, sampling, slots
+from engine import checks, load, memory, policy, sampling, slots
+from engine.export import export
 from engine.sampling import generate
 from engine.tokens import vocabulary
 from rloo import TrainingRow, update
@@ -97,7 +98,7 @@ def test_transformers_4_finds_what_it_needs(
     model = tiny_model(
         len(vocabulary(qwen_tokenizer).bytes), family, rope_parameters=rope, **settings
     )
-    load.export(model, qwen_tokenizer, tmp_path)
+    export(model, qwen_tokenizer, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["rope_theta"], config.get("rope_scaling")) == (1e6, scaling)
     assert config.get("num_experts") == settings.get("num_local_experts")
@@ -395,11 +396,11 @@ def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, setti
     save(tmp_path, model, tokenizer, eos_token_id=tokenizer.eos_token_id)
     if says:
         with pytest.raises(InputError, match=f"^{family} is not supported .*{says}"):
-            load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
+            load.load(tmp_path, "cpu", checks.check_sampling, check_scoring)
         return
-    actor, _ = load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
+    actor, _ = load.load(tmp_path, "cpu", checks.check_sampling, check_scoring)
     trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"))
-    policy.check_training(trained, actor)
+    checks.check_training(trained, actor)
     context, answer = tokenizer.encode("so it is \\boxed"), "14 eggs"
     score = answer_logprobs(actor, tokenizer, [context], [answer])
     assert score.item() == pytest.approx(log_pi(actor, tokenizer, context, answer).item(), abs=1e-4)
@@ -411,7 +412,7 @@ def test_noise_in_training_mode_is_refused(tokenizer, tmp_path):
     trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"))
     trained.model.lm_head.register_forward_hook(lambda module, inputs, logits: 1.01 * logits)
     with pytest.raises(InputError, match="qwen3 is not supported: its log-probabilities in tra"):
-        policy.check_training(trained, actor)
+        checks.check_training(trained, actor)
 
 
 PLANS = [  # GB of the card, flags -> the line of the log, or what is refused
@@ -431,7 +432,7 @@ def test_the_policy_is_fitted_into_the_free_memory(monkeypatch):
     taken = 2 * sum(p.numel() for p in actor.parameters())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(memory, "all_gather", lambda part: part)
-    monkeypatch.setattr(memory, "host_lacks", lambda actor: None)
+    monkeypatch.setattr(memory, "host_lacks", lambda *_: None)
     for card, flags, expected in PLANS:
         free = card * 1e9 - taken, None
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: free)
@@ -456,7 +457,7 @@ def test_chunked_logprobs_equal_the_log_softmax():
     assert sorted(made) == [1] * 2 + [5] * 8
 
 
-def test_moments_on_the_host_change_no_step(monkeypatch, capsys):
+def test_moments_on_the_host_change_no_step(monkeypatch):
     """They lie in one buffer. Where the host has no room they stay on the GPU."""
     rows, found = [TrainingRow([5, 6, 7, 8], [0.0, 1.0, -1.0, 1.0])], {}
     for wanted in False, True:
@@ -481,10 +482,8 @@ def test_moments_on_the_host_change_no_step(monkeypatch, capsys):
     for times, offload, may in (buffer + 1, False, True), (99, True, False), (7, False, False):
         monkeypatch.setattr(os, "sysconf", lambda name, n=times: n * size if "PHYS" in name else 1)
         assert memory.moments_can_leave(trained.model, offload) == may
-    assert (
-        capsys.readouterr().err.count("moments stay on the GPU while it samples: they need about")
-        == 1
-    )
+    said = "moments stay on the GPU while it samples: they need about"
+    assert said in memory.moments_stay(trained.model)
 
 
 def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
@@ -516,4 +515,4 @@ def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path
     for changed, says in (nan, "not finite"), (lost, r"lacks 3 weights, such as .*layers.1.mlp"):
         save_file(changed, path, {"format": "pt"})
         with pytest.raises(InputError, match=says):
-            load.load(tmp_path, "cpu", load.check_sampling)
+            load.load(tmp_path, "cpu", checks.check_sampling)

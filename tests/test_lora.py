@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import evaluate
 import train
 from engine import checkpoints as checkpoints_of
-from engine import load, lora, memory, policy
+from engine import checks, load, lora, memory, policy
 from rloo import microbatches, update
 from runtime.cli import InputError
 from runtime.files import checkpoints, read_config, read_rows
@@ -135,12 +135,12 @@ def test_the_actor_samples_as_it_is_trained(tokenizer, tmp_path):
     """check_training holds, before a step and after. Noise in training mode is found."""
     tiny_model(len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    actor, _ = load.load(tmp_path, "cpu", load.check_sampling)
+    actor, _ = load.load(tmp_path, "cpu", checks.check_sampling)
     trained = lora.LoraPolicy(actor, 4, "dither", 0)
-    policy.check_training(trained, actor)
+    checks.check_training(trained, actor)
     move(trained, 0.1)
     trained.copy_weights(actor)
-    policy.check_training(trained, actor)
+    checks.check_training(trained, actor)
     assert not actor.training
     ids = [5, 6, 7, 8]
     plain = completion_logprobs(actor, ids[:1], ids[1:])
@@ -148,7 +148,7 @@ def test_the_actor_samples_as_it_is_trained(tokenizer, tmp_path):
     assert (ours - plain).abs().max() < 1e-5
     actor.lm_head.register_forward_hook(lambda m, x, logits: (1 + 0.01 * m.training) * logits)
     with pytest.raises(InputError, match="qwen3 is not supported: its log-probabilities in tra"):
-        policy.check_training(trained, actor)
+        checks.check_training(trained, actor)
 
 
 EXPERTS = dict(num_experts_per_tok=2, num_local_experts=4)
