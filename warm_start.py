@@ -51,7 +51,8 @@ def main():
     if device.type == "cuda":
         model.activation_checkpointing_enable()
     stop = tokenizer.eos_token_id
-    cli.require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
+    is_stop = stop in model.generation_config.eos_token_id
+    cli.require(is_stop, f"{args.model}: its tokenizer has no end-of-text token")
     order = iter(in_epochs(pairs, steps * args.batch, args.seed))
     loss = finetune(model, order, steps, args.batch, args.lr, stop)
     cli.require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")

@@ -1,13 +1,49 @@
-"""Check that a model is as the method assumes. check_sampling, check_training and cer.check_scoring
-raise an error if it is not. try_slots says why engine/slots.py cannot sample from it."""
+"""Check that a model is what its files say, and as the method assumes: check_sampling,
+check_training and cer.check_scoring raise an error if it is not. try_slots says why engine/slots.py
+cannot sample from it."""
 
 import torch
+from tokenizers import Tokenizer
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import cached_file
 
 from engine.sampling import generate, sampling_config
 from engine.tokens import vocabulary
-from runtime.cli import InputError, message_of, require
+from runtime.cli import InputError, as_input_error, message_of, require
+
+# ----------------------------------------------------------------------------- is it what was saved
+
+# Where tokenizers differ: digits, line ends, several spaces, other scripts, accents.
+TEXT = "In 1987 10,000 eggs,\r\n\n\n  it's   3.14\t x=-12;}\n größer cafe\u0301 日本語 Привет 2²🙂"
+
+
+def check_tokens(name, tokenizer):
+    with as_input_error(f"the model {name} has no tokenizer.json"):
+        of_file = Tokenizer.from_file(cached_file(name, "tokenizer.json"))
+    of_file.no_truncation()
+    of_file.no_padding()
+    expected = of_file.encode(TEXT, add_special_tokens=False).ids
+    same = tokenizer.encode(TEXT, add_special_tokens=False) == expected
+    require(same, f"the tokenizer of {name} gives other tokens than its tokenizer.json")
+
+
+def check_config(name, config):
+    is_quantized = getattr(config, "quantization_config", None)
+    require(not is_quantized, f"the model {name} is quantized: take its original in bf16 or fp32")
+
+
+def check_weights(name, info):
+    """info: what from_pretrained has found, without what it knows to be harmless, which are the
+    frequencies of RoPE, and a head that is tied to the embeddings and equal to them."""
+    lost = [*info["missing_keys"], *info["mismatched_keys"]]
+    for names, what in (lost, "lacks"), (info["unexpected_keys"], "has no use for"):
+        some = sorted(map(str, names))[:2]
+        require(not names, f"the model {name} {what} {len(names)} weights, such as {some}")
+
+
+# ------------------------------------------------------------------------------- does it sample so
+
 
 NOISE = "attention_dropout", "router_jitter_noise", "input_jitter_noise"  # in training mode
 
@@ -47,6 +83,10 @@ def check_training(policy, actor):
     at = torch.arange(9, device=policy.device)[None] > 0
     difference = (policy(ids, at) - expected).abs().mean().item()
     family, limit = actor.config.model_type, 0.1 if actor.dtype == torch.bfloat16 else 1e-3
+    # FSDP would compute them in the type of the others, and spread() moves what is not rounded.
+    kept = [name for name, p in actor.named_parameters() if p.dtype != actor.dtype]
+    mixed = f"{family} is not supported in {actor.dtype}: some weights stay in another type"
+    require(not kept, f"{mixed}, such as {kept[:1]}: use --dtype fp32")
     same = f"{family} is not supported: its log-probabilities in training mode differ"
     require(difference < limit, f"{same} by {difference:.2g}")
     policy.reshard()  # FSDP keeps the embeddings gathered after a forward pass

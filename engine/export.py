@@ -9,6 +9,10 @@ def export(model, tokenizer, directory: str | Path) -> None:
     use 4. It looks for the settings of RoPE at the top of config.json, and takes a base of 10,000
     without a word if there is none. It knows neither what 5 calls some settings (num_experts) and
     tokenizer classes, nor 5's list of special tokens."""
+    # Where a file has two different matrices, the library does not tie them, whatever config.json
+    # says. Servers would believe it.
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    model.config.tie_word_embeddings = head.weight is embeddings.weight
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     for_4 = {name: getattr(model.config, name) for name in model.config.attribute_map}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine import slots
-from engine.checks import try_slots
+from engine.checks import check_config, check_tokens, check_weights, try_slots
 from engine.tokens import vocabulary
 from runtime.cli import as_input_error, require, say
 
@@ -33,7 +33,7 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
     checks: functions of (model, tokenizer) that raise an error if the model does not do what the
     method assumes: check_sampling, and cer.check_scoring. A verifier that only generates has none.
     An error in a check is reported as "FAMILY is not supported (reason)"."""
-    tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
+    tokenizer = load_tokenizer(name_or_dir)
     model = load_model(name_or_dir, device, find_dtype(dtype, device))
     reset_generation_config(model, tokenizer)
     with as_input_error(f"{model.config.model_type} is not supported"):
@@ -50,12 +50,21 @@ def find_dtype(dtype, device):
     return DTYPES[dtype]
 
 
+def load_tokenizer(name):
+    """The tokenizer that tokenizer.json holds. AutoTokenizer would build some classes, such as
+    GPT2Tokenizer and every tokenizer of a Qwen2, anew from its vocabulary, with rules of their own
+    for where digits and spaces are split."""
+    tokenizer = from_pretrained(PreTrainedTokenizerFast, name)
+    check_tokens(name, tokenizer)
+    return tokenizer
+
+
 def load_model(name, device, dtype):
     """Load a Hugging Face causal language model, in eval mode."""
+    check_config(name, from_pretrained(AutoConfig, name))
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     model, info = from_pretrained(AutoModelForCausalLM, name, output_loading_info=True, **options)
-    lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-    require(not lost, f"the model {name} lacks {len(lost)} weights, such as {lost[:2]}")
+    check_weights(name, info)
     model = model.to(device).eval()
     model.set_attn_implementation("sdpa")  # a config's `_attn_implementation` overrides the option
     fuse_norms(model)
@@ -97,10 +106,26 @@ def reset_generation_config(model, tokenizer):
     # and at padding, which some models write in place of an end.
     stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
     stops |= {tokenizer.pad_token_id, turn_end(tokenizer)}
-    usable = sorted(i for i in stops - {None} if i < model.tokenizer_size)
-    require(usable, "neither the model nor the tokenizer has an end-of-text token")
+    known = [i for i in stops - {None} if i < model.tokenizer_size]
+    usable = sorted(i for i in known if is_control(tokenizer, i))
+    ordinary = [tokenizer.decode([i]) for i in known if i not in usable]
+    only = f", only ordinary text ({ordinary})" if ordinary else ""
+    require(usable, f"neither the model nor the tokenizer has an end-of-text token{only}")
+    if ordinary:
+        say(f"samples do not stop at {ordinary}, although a config names it: it is ordinary text")
     # pad_token_id is only padding: a completion ends at its first stop.
     model.generation_config = GenerationConfig(eos_token_id=usable, pad_token_id=usable[0])
+
+
+def is_control(tokenizer, i):
+    """Whether this token marks something, as <|im_end|> does: no text is encoded as it, or it was
+    added beside the tokens of text. A config that names no end has the default of its class, whose
+    id may be an exclamation mark."""
+    added = tokenizer.added_tokens_decoder.get(i)
+    if added and not added.special:
+        return True
+    text = added.content if added else tokenizer.decode([i])
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) != [i]
 
 
 def turn_end(tokenizer):

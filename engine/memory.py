@@ -41,9 +41,15 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False, l
             line = f"memory: {tokens:,} tokens in a micro-batch, about {needed:.3g} of "
             line += f"{free / 1e9:.3g} GB beside the actor"
             if offload:
-                require(not (lack := host_lacks(actor)), lack)
+                # 16 bytes for each parameter, and more since pinned memory comes in powers of two.
+                held = 20 * actor.num_parameters() / dist.get_world_size()
+                require(not (lack := host_lacks("policy and Adam", held)), lack)
                 line += "; policy and Adam in CPU memory"
-            elif not lora and (stay := moments_stay(actor)):
+            elif lora:
+                layers = linear_layers(actor, lora).values()
+                held = sum(layer.weight.nbytes for layer in layers)
+                require(not (lack := host_lacks("the loaded weights", held)), lack)
+            elif stay := moments_stay(actor):
                 line += f"; {stay}"
             return tokens, offload, line
     need = f"{least} tokens in a micro-batch need about {(fixed + least * of_token) / 1e9:.3g} GB"
@@ -67,23 +73,21 @@ def memory_needed(actor, cpu_offload, ranks, lora=None):
     # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.
     state = 4 * parameters if cpu_offload else 16 * parameters / ranks
     # FSDP gathers its root group, and there is the gradient of lm_head. The root group holds the
-    # embeddings, or with --lora, which freezes these, all A and B.
-    root, head = parameters, 0
+    # embeddings, or with --lora, which freezes these, all A and B, in fp32.
+    root, head = 4 * parameters, 0
     if not lora:
-        root -= sum(p.numel() for p in layers.parameters())
+        root = 2 * (parameters - sum(p.numel() for p in layers.parameters()))
         head = config.vocab_size * config.hidden_size
     logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size  # and their gradient
     # Of a token: each layer's input, the activations of one layer and their gradient.
     one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
     kept = len(layers) * config.hidden_size + 2 * one_layer
-    return state + 2 * root + 4 * head + logits, actor.dtype.itemsize * kept
+    return state + root + 4 * head + logits, actor.dtype.itemsize * kept
 
 
-def host_lacks(actor, what="policy and Adam", each=20):
-    """What the host lacks to hold this with so many bytes for each parameter, or None. Policy and
-    Adam have 16, and take more since pinned memory comes in powers of two."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    need, memory = each * actor.num_parameters() * ranks_here / dist.get_world_size(), host_memory()
+def host_lacks(what, held):
+    """What the host lacks to hold this, so many bytes for each rank, or None."""
+    need, memory = held * int(os.environ.get("LOCAL_WORLD_SIZE", 1)), host_memory()
     if need > memory:
         return f"{what} need about {need / 1e9:.3g} of {memory / 1e9:.3g} GB of CPU memory"
 
@@ -102,7 +106,7 @@ def moments_stay(actor):
     """Why Adam's moments have to stay on the GPU while engine/slots.py samples, or None."""
     # Of each rank one buffer of 8 bytes for each parameter, rounded up to a power of two.
     share = actor.num_parameters() / dist.get_world_size()
-    if lack := host_lacks(actor, "they", 2 ** int(8 * share).bit_length() / share):
+    if lack := host_lacks("they", 2 ** int(8 * share).bit_length()):
         return f"Adam's moments stay on the GPU while it samples: {lack}"
 
 

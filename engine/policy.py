@@ -60,7 +60,9 @@ class Policy(torch.nn.Module):
                 if parameter.dtype.itemsize < 4:
                     parameter.data = parameter.data.float()
                 if rounding == "dither" and dtype == torch.bfloat16:
-                    parameter.data = spread(parameter.data)
+                    # Other numbers, as warm_start.py saves them, lie between those of bf16 already.
+                    is_bf16 = parameter.data == parameter.data.bfloat16()
+                    parameter.data = torch.where(is_bf16, spread(parameter.data), parameter.data)
             fully_shard(module, **options)
 
     def forward(self, ids, at):
@@ -69,9 +71,7 @@ class Policy(torch.nn.Module):
 
         Causal attention sees nothing to the right, so right-padded rows need no mask.
         """
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        # The state at position t - 1 predicts the token at t.
-        return token_logprobs(hidden[:, :-1][at[:, 1:]], self.model.lm_head, ids[at])
+        return completion_logprobs(self.model, ids, at)
 
     @torch.no_grad()
     def copy_weights(self, actor):
@@ -79,6 +79,9 @@ class Policy(torch.nn.Module):
         bytes."""
         for copy, trained in zip(actor.parameters(), self.parameters(), strict=True):
             copy.copy_(trained.to(copy.dtype).full_tensor())
+
+    def save_adapter(self, directory):
+        """With --lora a checkpoint holds an adapter as well. Here nothing is to be saved."""
 
 
 def spread(W):
@@ -99,6 +102,13 @@ def spread(W):
     place = (index * -1640531527 >> 16) & 0xFFFF  # 2^32 / 1.618, as a number of 32 bits
     moved = (W.contiguous().view(torch.int32) + place.clamp_min(1) - 2**15).view(torch.float32)
     return torch.where(W.abs() < 1e-37, W, moved)  # the bits of 0 have nothing below them
+
+
+def completion_logprobs(model, ids, at):
+    """What Policy.forward computes, for a Hugging Face model."""
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    # The state at position t - 1 predicts the token at t.
+    return token_logprobs(hidden[:, :-1][at[:, 1:]], model.lm_head, ids[at])
 
 
 def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):

@@ -239,6 +239,20 @@ def test_peft_reads_the_adapter(script, flags, toy_model_dir):
     assert said["base_model_name_or_path"] == str(toy_model_dir)
 
 
+def test_the_adapter_names_its_base_from_anywhere(tmp_path, monkeypatch):
+    """An id of the hub stays what it is. A seed of any size, and what a kill or a file system has
+    left in the folder, do not matter."""
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model(64)
+    for seed, path, expected in (2**70, "base", f"{tmp_path}/base"), (-1, "an/id", "an/id"):
+        model.name_or_path = path
+        trained = lora.LoraPolicy(model, 4, "dither", seed)
+        trained.save_adapter(tmp_path / "adapter")
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == expected
+
+
 def test_it_goes_on_with_two_ranks(script, tmp_path, flags):
     assert script(train, f"{flags} --steps 2 --out run")[0] == 0
     finish(start_ranks(2, run_in, tmp_path, train.main, "--out run --resume --steps 3"))
