@@ -279,8 +279,8 @@ def test_flags_that_are_refused(script, quick, more, says):
 
 
 PLANS = [  # GB of the card -> the line of the log, or what is refused
-    (24, "memory: 16,384 tokens in a micro-batch, about 9.97 of 15.5 GB"),
-    (16, "memory: 11,046 tokens in a micro-batch, about 7.72 of 7.72 GB"),
+    (24, "memory: 16,384 tokens in a micro-batch, about 10.1 of 15.5 GB"),
+    (16, "memory: 10,733 tokens in a micro-batch, about 7.72 of 7.72 GB"),
     (12, "6144 tokens .* and 3.8.* are free: use shorter rows or a smaller model"),
 ]
 
@@ -298,6 +298,9 @@ def test_a_4b_model_fits_into_24_gb(monkeypatch, tmp_path, card, says):
     try:
         _, offload, said = memory.plan_memory(actor, 6144, lora=32)
         assert not offload
+        with mock.patch.object(memory, "host_memory", lambda: 7e9):
+            with pytest.raises(InputError, match="the loaded weights need about 7.27 of 7 GB"):
+                memory.plan_memory(actor, 6144, lora=32)
     except InputError as error:
         said = str(error)
     assert re.search(says, said), said
