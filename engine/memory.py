@@ -46,8 +46,7 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False, l
                 require(not (lack := host_lacks("policy and Adam", held)), lack)
                 line += "; policy and Adam in CPU memory"
             elif lora:
-                layers = linear_layers(actor, lora).values()
-                held = sum(layer.weight.nbytes for layer in layers)
+                held = sum(weight.nbytes for weight in actor.base_model.layers.parameters())
                 require(not (lack := host_lacks("the loaded weights", held)), lack)
             elif stay := moments_stay(actor):
                 line += f"; {stay}"
