@@ -14,7 +14,8 @@ import os
 import pandas
 import torch.distributed as dist
 
-from engine.load import add_flags, check_sampling, load
+from engine.checks import check_sampling
+from engine.load import add_flags, load
 from engine.sampling import positions
 from reward_functions import REWARDS, R_by_name, ask_judges
 from rollout import sample

@@ -16,7 +16,8 @@ import pandas
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import check_sampling, load
+from engine.checks import check_sampling
+from engine.load import load
 from evaluate import add_model_and_data, load_model_and_data, sample_and_judge
 from reward_functions import REWARDS, check_asked
 from runtime.files import write_atomically

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from cer import check_scoring
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
-from engine.load import add_flags, check_sampling, load, load_model
+from engine.checks import check_sampling, check_training
+from engine.load import add_flags, load, load_model
 from engine.lora import LoraPolicy
 from engine.memory import check_disk, moments_can_leave, plan_memory
-from engine.policy import Policy, check_training, make_adam, moments_on_host
+from engine.policy import Policy, make_adam, moments_on_host
 from evaluate import evaluate
 from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rloo import leave_one_out, update

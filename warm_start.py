@@ -14,13 +14,15 @@ import dataclasses
 import torch.distributed as dist
 
 from cer import check_scoring
-from engine.load import check_sampling, export, load
-from engine.supervised import finetune
+from engine.checks import check_sampling
+from engine.export import export
+from engine.load import load
 from engine.tokens import split_answer, vocabulary
 from runtime.files import read_rows
 from runtime.ranks import init_ranks, open_run_directory
 from tasks.data import in_epochs, to_problem
 from tasks.prompts import encode_prompt, usable_prompts
+from tasks.supervised import finetune
 
 
 def main():
@@ -49,7 +51,8 @@ def main():
     if device.type == "cuda":
         model.activation_checkpointing_enable()
     stop = tokenizer.eos_token_id
-    cli.require(stop is not None, f"{args.model}: its tokenizer has no end-of-text token")
+    is_stop = stop in model.generation_config.eos_token_id
+    cli.require(is_stop, f"{args.model}: its tokenizer has no end-of-text token")
     order = iter(in_epochs(pairs, steps * args.batch, args.seed))
     loss = finetune(model, order, steps, args.batch, args.lr, stop)
     cli.require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")

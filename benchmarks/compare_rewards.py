@@ -33,10 +33,11 @@ from tqdm import tqdm
 
 import plot
 from engine import load
-from engine.supervised import finetune
+from engine.export import export
 from runtime import cli
 from runtime.files import checkpoints, read_config, read_rows
 from tasks import toy, toy_model
+from tasks.supervised import finetune
 
 RUNS = ROOT / "runs" / "compare_rewards"
 REWARDS = ["cer", "exact", "verifree", "rule", "rule+cer"]
@@ -154,7 +155,7 @@ def warm_start(directory, model, steps=60):
 
     stop = tokenizer.eos_token_id
     finetune(model.float().train(), pairs(), steps, batch=24, lr=1e-4, stop=stop)
-    load.export(model, tokenizer, directory)
+    export(model, tokenizer, directory)
 
 
 # ------------------------------------------------------------------------------------------ one run

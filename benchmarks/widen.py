@@ -15,7 +15,8 @@ import measure  # noqa: F401
 import torch
 from transformers import AutoTokenizer
 
-from engine.load import export, load_model
+from engine.export import export
+from engine.load import load_model
 
 QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728)
 QWEN3_4B |= dict(num_attention_heads=32, num_key_value_heads=8)

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from engine.load import export
+from engine.export import export
 from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import LOGS, checkpoints, how_to_resume, read_config
 

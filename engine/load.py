@@ -1,20 +1,18 @@
-"""Load a model and its tokenizer, check that the method's assumptions hold for it, and save it."""
+"""Load a model and its tokenizer, and choose who samples from it."""
 
 import contextlib
 import functools
-import json
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine import slots
-from engine.sampling import generate, sampling_config
+from engine.checks import check_config, check_tokens, check_weights, try_slots
 from engine.tokens import vocabulary
-from runtime.cli import InputError, as_input_error, message_of, require, say
+from runtime.cli import as_input_error, require, say
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SLOTS_ON = "cuda"  # the device of engine/slots.py
@@ -35,7 +33,7 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
     checks: functions of (model, tokenizer) that raise an error if the model does not do what the
     method assumes: check_sampling, and cer.check_scoring. A verifier that only generates has none.
     An error in a check is reported as "FAMILY is not supported (reason)"."""
-    tokenizer = from_pretrained(AutoTokenizer, name_or_dir)
+    tokenizer = load_tokenizer(name_or_dir)
     model = load_model(name_or_dir, device, find_dtype(dtype, device))
     reset_generation_config(model, tokenizer)
     with as_input_error(f"{model.config.model_type} is not supported"):
@@ -52,12 +50,21 @@ def find_dtype(dtype, device):
     return DTYPES[dtype]
 
 
+def load_tokenizer(name):
+    """The tokenizer that tokenizer.json holds. AutoTokenizer would build some classes, such as
+    GPT2Tokenizer and every tokenizer of a Qwen2, anew from its vocabulary, with rules of their own
+    for where digits and spaces are split."""
+    tokenizer = from_pretrained(PreTrainedTokenizerFast, name)
+    check_tokens(name, tokenizer)
+    return tokenizer
+
+
 def load_model(name, device, dtype):
     """Load a Hugging Face causal language model, in eval mode."""
+    check_config(name, from_pretrained(AutoConfig, name))
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     model, info = from_pretrained(AutoModelForCausalLM, name, output_loading_info=True, **options)
-    lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-    require(not lost, f"the model {name} lacks {len(lost)} weights, such as {lost[:2]}")
+    check_weights(name, info)
     model = model.to(device).eval()
     model.set_attn_implementation("sdpa")  # a config's `_attn_implementation` overrides the option
     fuse_norms(model)
@@ -99,10 +106,26 @@ def reset_generation_config(model, tokenizer):
     # and at padding, which some models write in place of an end.
     stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
     stops |= {tokenizer.pad_token_id, turn_end(tokenizer)}
-    usable = sorted(i for i in stops - {None} if i < model.tokenizer_size)
-    require(usable, "neither the model nor the tokenizer has an end-of-text token")
+    known = [i for i in stops - {None} if i < model.tokenizer_size]
+    usable = sorted(i for i in known if is_control(tokenizer, i))
+    ordinary = [tokenizer.decode([i]) for i in known if i not in usable]
+    only = f", only ordinary text ({ordinary})" if ordinary else ""
+    require(usable, f"neither the model nor the tokenizer has an end-of-text token{only}")
+    if ordinary:
+        say(f"samples do not stop at {ordinary}, although a config names it: it is ordinary text")
     # pad_token_id is only padding: a completion ends at its first stop.
     model.generation_config = GenerationConfig(eos_token_id=usable, pad_token_id=usable[0])
+
+
+def is_control(tokenizer, i):
+    """Whether this token marks something, as <|im_end|> does: no text is encoded as it, or it was
+    added beside the tokens of text. A config that names no end has the default of its class, whose
+    id may be an exclamation mark."""
+    added = tokenizer.added_tokens_decoder.get(i)
+    if added and not added.special:
+        return True
+    text = added.content if added else tokenizer.decode([i])
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) != [i]
 
 
 def turn_end(tokenizer):
@@ -118,61 +141,6 @@ def turn_end(tokenizer):
             return next(i for i in after if i in added and added[i].content.strip())
 
 
-def export(model, tokenizer, directory: str | Path) -> None:
-    """Save both in a directory that transformers 4 and 5 read as the same model. Many servers still
-    use 4. It looks for the settings of RoPE at the top of config.json, and takes a base of 10,000
-    without a word if there is none. It knows neither what 5 calls some settings (num_experts) and
-    tokenizer classes, nor 5's list of special tokens."""
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    for_4 = {name: getattr(model.config, name) for name in model.config.attribute_map}
-    scaling = dict(getattr(model.config, "rope_parameters", None) or {})
-    for name in "rope_theta", "partial_rotary_factor":
-        if name in scaling:
-            for_4[name] = scaling.pop(name)
-    if scaling.get("rope_type", "default") != "default":
-        for_4["rope_scaling"] = scaling
-    add_to_json(Path(directory) / "config.json", for_4)
-    for_4 = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # reads all of tokenizer.json, also in 5
-        "additional_special_tokens": tokenizer.extra_special_tokens,
-        "extra_special_tokens": {},  # a dict in 4
-    }
-    add_to_json(Path(directory) / "tokenizer_config.json", for_4)
-
-
-def add_to_json(path, entries):
-    content = json.loads(path.read_text(encoding="utf-8")) | entries
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-NOISE = "attention_dropout", "router_jitter_noise", "input_jitter_noise"  # in training mode
-
-
-@torch.no_grad()
-def check_sampling(model, tokenizer):
-    """Check, on two sampled tokens, that the model samples from its own distribution (temperature
-    1, no top-k or top-p), with attention over the whole context, and as it is trained. Raises an
-    error otherwise."""
-    noise = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    noise += [getattr(model.config, name, 0) for name in NOISE]
-    require(not any(noise), "dropout and router noise must be 0, or training is not on-policy")
-    require(hasattr(model.base_model, "layers"), "it is not laid out as Llama and Qwen are")
-    rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
-    require(rope not in ("dynamic", "longrope"), f"{rope} RoPE depends on a batch's longest row")
-    ids, rows = model.tokenizer_size, model.get_input_embeddings().weight.shape[0]
-    require(ids <= rows, f"the tokenizer has {ids} ids, more than the model has embeddings")
-    require(all(p.isfinite().all() for p in model.parameters()), "its weights are not finite")
-    prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
-    both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)
-    config = sampling_config(max_new_tokens=2, **both)
-    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
-    layers = {type(layer) for layer in out.past_key_values.layers}
-    require(layers == {DynamicLayer}, "it needs full attention in all layers (no sliding window)")
-    for logits, scores in zip(out.logits, out.scores):
-        require(torch.equal(logits[:, :ids], scores[:, :ids]), "generate() changes its logits")
-
-
 def choose_sampler(model, tokenizer, sampler="auto"):
     """On a GPU let engine/slots.py sample from the model, unless a line says why not."""
     if sampler == "generate" or model.device.type != SLOTS_ON:
@@ -181,28 +149,3 @@ def choose_sampler(model, tokenizer, sampler="auto"):
     if reason := try_slots(model, vocabulary(tokenizer).encode(r"so \boxed")):
         model.sample_pieces = None
         say(f"sampling with Hugging Face's generate(): {reason}")
-
-
-@torch.no_grad()
-def try_slots(model, prompt):
-    """Sample 24 tokens of two prompts, each twice, with graphs that are replayed and rows that are
-    moved -> why not, or None: attention is not full, it fails (torch's flash attention refuses old
-    cards, types of four bytes and some sizes of heads), or entropies differ from those of plain
-    forward passes."""
-    if {type(layer) for layer in DynamicCache(config=model.config).layers} != {DynamicLayer}:
-        return "not all of its layers have full attention"
-    prompts = 2 * [prompt[:1], prompt]
-    # Random models in bf16 differ by up to .01, and by .05 to .5 if a wrong key is read.
-    limit = 0.05 if model.dtype.itemsize == 2 else 1e-3
-    try:
-        sampled = generate(model, prompts, 24, piece=12, name="check", stops=[])
-    except InputError:  # of a graph, which leaves torch unusable
-        raise
-    except Exception as error:
-        return f"engine/slots.py fails ({message_of(error)})"
-    for prompt, ids, entropy in zip(prompts, *sampled):
-        logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits
-        p = logits[0, len(prompt) - 1 : -1, : model.tokenizer_size].float().softmax(-1)
-        difference = abs(torch.special.entr(p).sum(-1).mean().item() - entropy)
-        if not difference < limit:
-            return f"in engine/slots.py entropies differ by {difference:.2g} nats"

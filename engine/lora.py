@@ -14,13 +14,14 @@ rule
 
 import functools
 import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 
-from engine.policy import Policy, spread
+from engine.policy import completion_logprobs, spread
 from runtime.cli import is_rank_0, require
 
 ALPHA = 32  # s = ALPHA / rank; with it all ranks want about the same learning rate
@@ -39,20 +40,22 @@ def linear_layers(actor, rank):
     return linear
 
 
-class LoraPolicy(Policy):
-    """The actor as the policy. The parameters of this module are all A and B, sharded by FSDP2,
-    which sums their gradients over the ranks. The actor is whole on each rank."""
+class LoraPolicy(torch.nn.Module):
+    """The actor as the policy: see engine.policy.Policy. The parameters of this module are all A
+    and B, sharded by FSDP2, which sums their gradients over the ranks. The actor is whole on each
+    rank. It is held in a tuple, since torch takes each module that is an attribute for a part of
+    this one."""
 
     sync_every_batch = True
 
     def __init__(self, actor, rank, rounding, seed):
-        torch.nn.Module.__init__(self)
-        object.__setattr__(self, "model", actor.requires_grad_(False))  # not a module of this one
+        super().__init__()
+        self.held = (actor.requires_grad_(False),)
         self.device, self.layers = actor.device, linear_layers(actor, rank)
         self.dither = rounding == "dither" and actor.dtype == torch.bfloat16
         self.W0 = [layer.weight.to("cpu", copy=True) for layer in self.layers.values()]
         self.A, self.B = torch.nn.ParameterList(), torch.nn.ParameterList()
-        generator = torch.Generator().manual_seed(seed)  # the same A on all ranks
+        generator = torch.Generator().manual_seed(seed % 2**63)  # the same A on all ranks
         for k, layer in enumerate(self.layers.values()):
             A = 2 * torch.rand(rank, layer.in_features, generator=generator) - 1
             self.A.append(A.to(self.device) / layer.in_features**0.5)
@@ -63,9 +66,10 @@ class LoraPolicy(Policy):
         fully_shard(self, mesh=dist.init_device_mesh(self.device.type, (dist.get_world_size(),)))
 
     def forward(self, ids, at):
-        self.model.train()  # in eval mode the library would not recompute activations
-        logprobs = super().forward(ids, at)
-        self.model.eval()
+        [actor] = self.held
+        actor.train()  # in eval mode the library would not recompute activations
+        logprobs = completion_logprobs(actor, ids, at)
+        actor.eval()
         return logprobs
 
     def attach(self, k, layer, inputs, y):
@@ -86,16 +90,18 @@ class LoraPolicy(Policy):
     @torch.no_grad()
     def save_adapter(self, directory):
         """Save A and B as peft does, for whoever has W0. All ranks call this, and rank 0 writes."""
-        inside = f"base_model.model.{self.model.base_model_prefix}.layers"
+        [actor] = self.held
+        inside = f"base_model.model.{actor.base_model_prefix}.layers"
         tensors = {}
         for name, A, B in zip(self.layers, self.A, self.B):
             tensors[f"{inside}.{name}.lora_A.weight"] = A.full_tensor()
             tensors[f"{inside}.{name}.lora_B.weight"] = B.full_tensor()
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": len(A), "lora_alpha": ALPHA}
         config["target_modules"] = sorted({name.split(".")[-1] for name in self.layers})
-        config["base_model_name_or_path"] = self.model.name_or_path
+        base = Path(actor.name_or_path)  # an id on the hub, or a directory
+        config["base_model_name_or_path"] = str(base.resolve() if base.is_dir() else base)
         if is_rank_0():
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
             save_file(tensors, directory / "adapter_model.safetensors")
             (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -1,4 +1,5 @@
-"""Decide how the policy fits into memory beside the actor, and whether the disk is large enough."""
+"""All arithmetic of bytes: how the policy fits into memory beside the actor, how many rows can be
+sampled at a time, and whether the host and the disk are large enough."""
 
 import os
 import shutil
@@ -8,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from engine.lora import linear_layers
-from engine.sampling import free_on_gpu
 from engine.tokens import LOGITS_AT_ONCE
-from runtime.cli import InputError, require, say
+from runtime.cli import InputError, require
 from runtime.files import checkpoints
 from runtime.ranks import all_gather
 
@@ -41,8 +41,15 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False, l
             line = f"memory: {tokens:,} tokens in a micro-batch, about {needed:.3g} of "
             line += f"{free / 1e9:.3g} GB beside the actor"
             if offload:
-                require(not (lack := host_lacks(actor)), lack)
+                # 16 bytes for each parameter, and more since pinned memory comes in powers of two.
+                held = 20 * actor.num_parameters() / dist.get_world_size()
+                require(not (lack := host_lacks("policy and Adam", held)), lack)
                 line += "; policy and Adam in CPU memory"
+            elif lora:
+                held = sum(weight.nbytes for weight in actor.base_model.layers.parameters())
+                require(not (lack := host_lacks("the loaded weights", held)), lack)
+            elif stay := moments_stay(actor):
+                line += f"; {stay}"
             return tokens, offload, line
     need = f"{least} tokens in a micro-batch need about {(fixed + least * of_token) / 1e9:.3g} GB"
     helps = "shorter rows or a smaller model" if lora else "--lora 32 or more GPUs (torchrun)"
@@ -65,23 +72,21 @@ def memory_needed(actor, cpu_offload, ranks, lora=None):
     # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.
     state = 4 * parameters if cpu_offload else 16 * parameters / ranks
     # FSDP gathers its root group, and there is the gradient of lm_head. The root group holds the
-    # embeddings, or with --lora, which freezes these, all A and B.
-    root, head = parameters, 0
+    # embeddings, or with --lora, which freezes these, all A and B, in fp32.
+    root, head = 4 * parameters, 0
     if not lora:
-        root -= sum(p.numel() for p in layers.parameters())
+        root = 2 * (parameters - sum(p.numel() for p in layers.parameters()))
         head = config.vocab_size * config.hidden_size
     logits = 3 * 4 * LOGITS_AT_ONCE * config.vocab_size  # and their gradient
     # Of a token: each layer's input, the activations of one layer and their gradient.
     one_layer = 8 * config.hidden_size + 4 * config.intermediate_size
     kept = len(layers) * config.hidden_size + 2 * one_layer
-    return state + 2 * root + 4 * head + logits, actor.dtype.itemsize * kept
+    return state + root + 4 * head + logits, actor.dtype.itemsize * kept
 
 
-def host_lacks(actor, what="policy and Adam", each=20):
-    """What the host lacks to hold this with so many bytes for each parameter, or None. Policy and
-    Adam have 16, and take more since pinned memory comes in powers of two."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    need, memory = each * actor.num_parameters() * ranks_here / dist.get_world_size(), host_memory()
+def host_lacks(what, held):
+    """What the host lacks to hold this, so many bytes for each rank, or None."""
+    need, memory = held * int(os.environ.get("LOCAL_WORLD_SIZE", 1)), host_memory()
     if need > memory:
         return f"{what} need about {need / 1e9:.3g} of {memory / 1e9:.3g} GB of CPU memory"
 
@@ -96,16 +101,19 @@ def host_memory():
     return min([pages, *(int(text) for text in texts if text.isdigit())])
 
 
+def moments_stay(actor):
+    """Why Adam's moments have to stay on the GPU while engine/slots.py samples, or None."""
+    # Of each rank one buffer of 8 bytes for each parameter, rounded up to a power of two.
+    share = actor.num_parameters() / dist.get_world_size()
+    if lack := host_lacks("they", 2 ** int(8 * share).bit_length()):
+        return f"Adam's moments stay on the GPU while it samples: {lack}"
+
+
 def moments_can_leave(actor, cpu_offload):
     """Whether Adam's moments may lie in CPU memory while engine/slots.py samples, to make room for
     its keys and values."""
-    if cpu_offload or not getattr(actor, "sample_pieces", None):
-        return False
-    # Of each rank one buffer of 8 bytes for each parameter, rounded up to a power of two.
-    share = actor.num_parameters() / dist.get_world_size()
-    if lack := host_lacks(actor, "they", 2 ** int(8 * share).bit_length() / share):
-        say(f"Adam's moments stay on the GPU while it samples: {lack}")
-    return not lack
+    in_slots = getattr(actor, "sample_pieces", None) is not None
+    return in_slots and not cpu_offload and not moments_stay(actor)
 
 
 def check_disk(actor, out, keep, lora=None):
@@ -119,3 +127,52 @@ def check_disk(actor, out, keep, lora=None):
     line = f"disk: {more} more checkpoints would take {size:.3g} of {free:.3g} GB"
     require(size < free, f"--out {out}: {line}: use a smaller --keep")
     return line
+
+
+# ---------------------------------------------------------------------------------------- sampling
+
+ROWS_AT_ONCE = 512  # of engine/slots.py, whose logits are held
+READ_AT_ONCE = 8192  # tokens of its prefill
+
+
+def row_bytes(model, tokens, more):
+    """The memory of a row of so many tokens that samples `more`: its keys and values; in the
+    prefill the activations of one layer and the attention mask; its logits. Equal rows share a
+    prefill, and take less than this."""
+    kv, layer, logits = bytes_of(model)
+    mask = 6 * tokens * (tokens + more)  # bool, and twice in bf16
+    return (tokens + more) * kv + tokens * layer + mask + logits
+
+
+def bytes_of(model):
+    """Of a token, its keys and values, and its activations in one layer; six copies of the logits
+    of a row."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv = 2 * config.num_hidden_layers * kv_heads * head_dim
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # as in GPT-2
+    layer = 4 * (config.hidden_size + mlp)
+    # Qwen3-4B in bf16: 144 KiB of keys and values
+    return kv * model.dtype.itemsize, layer * model.dtype.itemsize, 6 * 4 * config.vocab_size
+
+
+def bytes_that_fit(model):
+    """95% of the GPU's free memory, or 4 GiB on a CPU."""
+    return 0.95 * free_on_gpu() if model.device.type == "cuda" else 4 << 30
+
+
+def free_on_gpu():
+    """The bytes that are free, without those that torch keeps for later."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def tokens_that_fit(model, rows, smallest):
+    """How many tokens' keys and values fit into the free memory, beside the activations of one
+    layer of a prefill, and the logits of as many rows as can be seated at once, if each has the
+    smallest number of tokens. Top-p sorts logits, which takes 44 bytes for each."""
+    kv, layer, logits = bytes_of(model)
+    free = bytes_that_fit(model) - READ_AT_ONCE * layer
+    seated = min(rows, ROWS_AT_ONCE, free // (smallest * kv + 2 * logits))
+    return int((free - seated * 2 * logits) / kv)

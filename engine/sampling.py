@@ -4,6 +4,7 @@ found a model fit for it, with engine/slots.py."""
 import torch
 from transformers import GenerationConfig, StaticCache
 
+from engine.memory import bytes_that_fit, row_bytes
 from engine.tokens import batches, pad
 from runtime.cli import progress
 
@@ -121,36 +122,3 @@ def read_once(model, so_far, ids, mask, cache):
 def positions(model):
     """How many tokens a row may have."""
     return getattr(model.config, "max_position_embeddings", None) or float("inf")
-
-
-def row_bytes(model, tokens, more):
-    """The memory of a row of so many tokens that samples `more`: its keys and values; in the
-    prefill the activations of one layer and the attention mask; its logits. Equal rows share a
-    prefill, and take less than this."""
-    kv, layer, logits = bytes_of(model)
-    mask = 6 * tokens * (tokens + more)  # bool, and twice in bf16
-    return (tokens + more) * kv + tokens * layer + mask + logits
-
-
-def bytes_of(model):
-    """Of a token, its keys and values, and its activations in one layer; six copies of the logits
-    of a row."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    kv = 2 * config.num_hidden_layers * kv_heads * head_dim
-    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # as in GPT-2
-    layer = 4 * (config.hidden_size + mlp)
-    # Qwen3-4B in bf16: 144 KiB of keys and values
-    return kv * model.dtype.itemsize, layer * model.dtype.itemsize, 6 * 4 * config.vocab_size
-
-
-def bytes_that_fit(model):
-    """95% of the GPU's free memory, or 4 GiB on a CPU."""
-    return 0.95 * free_on_gpu() if model.device.type == "cuda" else 4 << 30
-
-
-def free_on_gpu():
-    """The bytes that are free, without those that torch keeps for later."""
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]

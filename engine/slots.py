@@ -7,12 +7,9 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 
-from engine import sampling
+from engine.memory import READ_AT_ONCE, ROWS_AT_ONCE, tokens_that_fit
 from engine.tokens import batches, pad
 from runtime.cli import as_input_error, require
-
-ROWS_AT_ONCE = 512  # whose logits are held
-READ_AT_ONCE = 8192  # tokens of a prefill
 
 
 @torch.no_grad()
@@ -52,16 +49,6 @@ def drawing(temperature=1.0, top_p=1.0, top_k=0):
         return (p / torch.empty_like(p).exponential_()).argmax(-1)  # as torch.multinomial does
 
     return draw
-
-
-def tokens_that_fit(model, rows, smallest):
-    """How many tokens' keys and values fit into the free memory, beside the activations of one
-    layer of a prefill, and the logits of as many rows as can be seated at once, if each has the
-    smallest number of tokens. Top-p sorts logits, which takes 44 bytes for each."""
-    kv, layer, logits = sampling.bytes_of(model)
-    free = sampling.bytes_that_fit(model) - READ_AT_ONCE * layer
-    seated = min(rows, ROWS_AT_ONCE, free // (smallest * kv + 2 * logits))
-    return int((free - seated * 2 * logits) / kv)
 
 
 # -------------------------------------------------------------------------------- a piece of tokens

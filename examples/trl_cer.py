@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's
 
 
 import cer  # noqa: E402
-from engine.load import check_sampling, load  # noqa: E402
+from engine.checks import check_sampling  # noqa: E402
+from engine.load import load  # noqa: E402
 from engine.tokens import vocabulary  # noqa: E402
 from reward_functions import f1  # noqa: E402
 from runtime import cli  # noqa: E402

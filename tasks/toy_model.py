@@ -14,10 +14,10 @@ import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from engine.load import export
-from engine.supervised import finetune
+from engine.export import export
 from runtime.cli import as_input_error, is_rank_0
 from tasks import toy
+from tasks.supervised import finetune
 
 # What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE and
 # LORA_RATE hold for the toy's own model only.

@@ -12,12 +12,13 @@ from gpu import QWEN3_4B
 from one_file import log_pi_all_ways as log_pi
 from one_file import log_probs
 from safetensors.torch import load_file, save_file
-from tokenizers import decoders, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
 
 import rollout
 from cer import answer_logprobs, check_scoring
-from engine import load, memory, policy, sampling, slots
+from engine import checks, load, memory, policy, sampling, slots
+from engine.export import export
 from engine.sampling import generate
 from engine.tokens import vocabulary
 from rloo import TrainingRow, update
@@ -97,7 +98,7 @@ def test_transformers_4_finds_what_it_needs(
     model = tiny_model(
         len(vocabulary(qwen_tokenizer).bytes), family, rope_parameters=rope, **settings
     )
-    load.export(model, qwen_tokenizer, tmp_path)
+    export(model, qwen_tokenizer, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["rope_theta"], config.get("rope_scaling")) == (1e6, scaling)
     assert config.get("num_experts") == settings.get("num_local_experts")
@@ -115,6 +116,45 @@ def test_transformers_4_finds_what_it_needs(
         assert spelled[0] == spelled[1]
     assert tokenizer.chat_template == qwen_tokenizer.chat_template
     assert tokenizer.all_special_tokens == qwen_tokenizer.all_special_tokens
+
+
+CLASSES = ("GPT2Tokenizer", "qwen3"), ("Qwen2Tokenizer", "llama"), ("TokenizersBackend", "qwen2")
+
+
+@pytest.mark.parametrize("name, family", CLASSES)
+def test_the_tokens_are_those_of_tokenizer_json(tmp_path, monkeypatch, name, family):
+    """The library builds these classes, and those of a Qwen2, anew, with a rule of their own for
+    where text is split: here digits are joined. Also after the export."""
+    made = toy_model.build_tokenizer()
+    split = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\\boxed|[{}]|\s+|\S"), "isolated")
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    content = json.loads(made.backend_tokenizer.to_str())
+    content["model"]["merges"] += [["1", "2"], ["12", "3"]]
+    content["model"]["vocab"] |= {"12": len(made), "123": len(made) + 1}
+    content["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    content["truncation"]["direction"] = "Right"  # which is not used
+    save(tmp_path, tiny_model(len(made) + 2, family, pad_token_id=0), made, eos_token_id=1)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    text = "so 1234 eggs,\r\n\n  \\boxed{123}"
+    of_file = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    of_file.no_truncation()
+    expected = of_file.encode(text).ids
+    assert {len(made), len(made) + 1} & set(expected)
+    model, tokenizer = load.load(tmp_path, "cpu")
+    export(model, tokenizer, tmp_path / "saved")
+    for each in tokenizer, load.load_tokenizer(tmp_path / "saved"):
+        assert each.encode(text) == vocabulary(each).encode(text) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "PreTrainedTokenizerFast", AutoTokenizer)
+        with pytest.raises(InputError, match="gives other tokens than its tokenizer.json"):
+            load.load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"cannot load the model|has no tokenizer\.json"):
+        load.load_tokenizer(tmp_path)
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -172,6 +212,23 @@ def test_small_changes_survive_rounding_in_the_mean():
         assert (share - 1 / 8).abs().max() < 0.02
 
 
+def test_weights_that_are_no_bf16_numbers_stay():
+    """As warm_start.py saves them. So the first actor is the model that evaluate.py would load."""
+    model = tiny_model(64)
+    for p in model.parameters():
+        p.data[0] = p.data[0].bfloat16().float()  # these are
+    loaded = copy.deepcopy(model)
+    trained = policy.Policy(model, False, torch.bfloat16)
+    moved = 0
+    for (name, p), before in zip(trained.named_parameters(), loaded.parameters(), strict=True):
+        now = p.full_tensor()
+        assert torch.equal(now.bfloat16(), before.bfloat16()), name
+        differs = now != before
+        assert not differs[before != before.bfloat16()].any(), name
+        moved += differs.sum().item()
+    assert moved > 100
+
+
 @pytest.mark.parametrize("rounding", ["dither", "nearest"])
 def test_the_actor_has_the_weights_with_which_the_policy_computes(rounding):
     """To the bit, before an update in bf16 and after it. A small update changes the weights of bf16
@@ -199,17 +256,20 @@ def test_the_actor_has_the_weights_with_which_the_policy_computes(rounding):
     assert mean == pytest.approx(1e-5, rel=0.1) if rounding == "dither" else mean < 5e-6
 
 
-def test_the_hubs_generation_settings_do_not_reach_the_sampler(tokenizer, tmp_path):
+def test_the_hubs_generation_settings_do_not_reach_the_sampler(tmp_path):
     """check_sampling asserts that scores equal logits; here load() has something to undo."""
-    stop, model = tokenizer.eos_token_id, tiny_model(2 * len(tokenizer), initializer_range=0.02)
+    tokenizer = toy_model.build_tokenizer()
+    tokenizer.add_tokens(["<|turn|>", "<|other|>"], special_tokens=True)
+    stop, turn = tokenizer.convert_tokens_to_ids(["<eos>", "<|turn|>"])
+    model = tiny_model(2 * len(tokenizer), initializer_range=0.02)
     penalties = dict(repetition_penalty=1.5, top_k=20, temperature=0.3, no_repeat_ngram_size=2)
-    save(tmp_path, model, tokenizer, do_sample=True, eos_token_id=[stop, 7], **penalties)
+    save(tmp_path, model, tokenizer, do_sample=True, eos_token_id=[stop, turn], **penalties)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"_attn_implementation": "eager"}))
     model, _ = load.load(tmp_path, "cpu")
     assert model.config._attn_implementation == "sdpa"
     assert model.generation_config.repetition_penalty in (None, 1.0)
-    stops = {stop, 7, tokenizer.pad_token_id}  # its stop ids are kept
+    stops = {stop, turn, tokenizer.pad_token_id}  # its stop ids are kept
     assert model.generation_config.eos_token_id == sorted(stops)
     rows, entropies = generate(model, [[5, 6]] * 64, max_new_tokens=8)
     assert 0 < min(entropies) and max(entropies) < 7  # numbers, although some ids have none
@@ -243,6 +303,24 @@ def test_qwens_model_stops_at_the_end_of_its_turn_and_of_its_text(qwen_tokenizer
     load.reset_generation_config(model := tiny_model(256), qwen_tokenizer)
     stops = qwen_tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
     assert stops == ["<|endoftext|>", "<|im_end|>"]
+
+
+def test_a_stop_is_no_ordinary_text(tokenizer, capsys):
+    """A config that names no end has the default of its class, an id that may be any character."""
+    model, bare = tiny_model(256), toy_model.build_tokenizer()
+    character = tokenizer.encode("!")
+    model.generation_config.eos_token_id = [*character, tokenizer.eos_token_id]
+    load.reset_generation_config(model, tokenizer)
+    own = sorted([tokenizer.pad_token_id, tokenizer.eos_token_id])
+    assert model.generation_config.eos_token_id == own
+    assert "samples do not stop at ['!']" in capsys.readouterr().err
+    bare.eos_token, bare.pad_token, bare.chat_template = "!", None, "no turns"
+    for of_model in character[0], None:
+        model.generation_config.eos_token_id = of_model
+        with pytest.raises(
+            InputError, match=r"has an end-of-text token, only ordinary text \(\['!"
+        ):
+            load.reset_generation_config(model, bare)
 
 
 @pytest.fixture
@@ -395,11 +473,11 @@ def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, setti
     save(tmp_path, model, tokenizer, eos_token_id=tokenizer.eos_token_id)
     if says:
         with pytest.raises(InputError, match=f"^{family} is not supported .*{says}"):
-            load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
+            load.load(tmp_path, "cpu", checks.check_sampling, check_scoring)
         return
-    actor, _ = load.load(tmp_path, "cpu", load.check_sampling, check_scoring)
+    actor, _ = load.load(tmp_path, "cpu", checks.check_sampling, check_scoring)
     trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"))
-    policy.check_training(trained, actor)
+    checks.check_training(trained, actor)
     context, answer = tokenizer.encode("so it is \\boxed"), "14 eggs"
     score = answer_logprobs(actor, tokenizer, [context], [answer])
     assert score.item() == pytest.approx(log_pi(actor, tokenizer, context, answer).item(), abs=1e-4)
@@ -411,7 +489,24 @@ def test_noise_in_training_mode_is_refused(tokenizer, tmp_path):
     trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"))
     trained.model.lm_head.register_forward_hook(lambda module, inputs, logits: 1.01 * logits)
     with pytest.raises(InputError, match="qwen3 is not supported: its log-probabilities in tra"):
-        policy.check_training(trained, actor)
+        checks.check_training(trained, actor)
+
+
+def test_weights_that_stay_in_fp32_are_refused_in_bf16(tokenizer, tmp_path):
+    """The routers of this family. FSDP would compute them in bf16."""
+    experts = dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=32)
+    layers = dict(moe_layer_start_index=0, moe_layer_end_index=1, moe_layer_interval=1)
+    model = tiny_model(
+        len(tokenizer), "ernie4_5_moe", **experts, **layers, moe_num_shared_experts=0
+    )
+    save(tmp_path, model.bfloat16(), tokenizer)
+    for dtype in "bf16", "fp32":
+        actor, _ = load.load(tmp_path, "cpu", checks.check_sampling, dtype=dtype)
+        trained = policy.Policy(load.load_model(tmp_path, "cpu", "auto"), False, actor.dtype)
+        if dtype == "bf16":
+            with pytest.raises(InputError, match="gate.weight'.: use --dtype fp32"):
+                checks.check_training(trained, actor)
+    checks.check_training(trained, actor)
 
 
 PLANS = [  # GB of the card, flags -> the line of the log, or what is refused
@@ -431,7 +526,7 @@ def test_the_policy_is_fitted_into_the_free_memory(monkeypatch):
     taken = 2 * sum(p.numel() for p in actor.parameters())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(memory, "all_gather", lambda part: part)
-    monkeypatch.setattr(memory, "host_lacks", lambda actor: None)
+    monkeypatch.setattr(memory, "host_lacks", lambda *_: None)
     for card, flags, expected in PLANS:
         free = card * 1e9 - taken, None
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: free)
@@ -456,7 +551,7 @@ def test_chunked_logprobs_equal_the_log_softmax():
     assert sorted(made) == [1] * 2 + [5] * 8
 
 
-def test_moments_on_the_host_change_no_step(monkeypatch, capsys):
+def test_moments_on_the_host_change_no_step(monkeypatch):
     """They lie in one buffer. Where the host has no room they stay on the GPU."""
     rows, found = [TrainingRow([5, 6, 7, 8], [0.0, 1.0, -1.0, 1.0])], {}
     for wanted in False, True:
@@ -481,10 +576,8 @@ def test_moments_on_the_host_change_no_step(monkeypatch, capsys):
     for times, offload, may in (buffer + 1, False, True), (99, True, False), (7, False, False):
         monkeypatch.setattr(os, "sysconf", lambda name, n=times: n * size if "PHYS" in name else 1)
         assert memory.moments_can_leave(trained.model, offload) == may
-    assert (
-        capsys.readouterr().err.count("moments stay on the GPU while it samples: they need about")
-        == 1
-    )
+    said = "moments stay on the GPU while it samples: they need about"
+    assert said in memory.moments_stay(trained.model)
 
 
 def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
@@ -497,14 +590,14 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
         memory.check_disk(actor, tmp_path, 10**9)
     bytes_of_host = iter([21 * size, 19 * size])
     monkeypatch.setattr(os, "sysconf", lambda name: next(bytes_of_host) if "PHYS" in name else 1)
-    assert memory.host_lacks(actor) is None
-    assert "policy and Adam need about " in memory.host_lacks(actor)
+    assert memory.host_lacks("they", 20 * size) is None
+    assert "they need about " in memory.host_lacks("they", 20 * size)
     limit = tmp_path / "memory.max"  # of a container
     monkeypatch.setattr(memory, "LIMITS", [limit, tmp_path / "none"])
     monkeypatch.setattr(os, "sysconf", lambda name: 21 * size if "PHYS" in name else 1)
     for text, lacks in ("max\n", False), (f"{19 * size}\n", True):
         limit.write_text(text)
-        assert bool(memory.host_lacks(actor)) == lacks
+        assert bool(memory.host_lacks("they", 20 * size)) == lacks
 
 
 def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path):
@@ -513,7 +606,36 @@ def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path
     weights = load_file(path)
     nan = weights | {"model.norm.weight": torch.full((32,), torch.nan)}
     lost = {name: weight for name, weight in weights.items() if "layers.1.mlp" not in name}
-    for changed, says in (nan, "not finite"), (lost, r"lacks 3 weights, such as .*layers.1.mlp"):
+    bias = weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+    unused = r"has no use for 1 weights, such as \['model.layers.0.self_attn.q_proj.bias'\]"
+    cases = (nan, "not finite"), (lost, r"lacks 3 weights, such as .*layers.1.mlp"), (bias, unused)
+    for changed, says in cases:
         save_file(changed, path, {"format": "pt"})
         with pytest.raises(InputError, match=says):
-            load.load(tmp_path, "cpu", load.check_sampling)
+            load.load(tmp_path, "cpu", checks.check_sampling)
+
+
+def test_quantized_weights_are_refused(tokenizer, tmp_path):
+    path = save(tmp_path, tiny_model(len(tokenizer)), tokenizer) / "config.json"
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantized))
+    with pytest.raises(InputError, match="is quantized: take its original in bf16 or fp32"):
+        load.load(tmp_path, "cpu")
+
+
+def test_a_head_is_saved_as_tied_if_it_is(tokenizer, tmp_path):
+    """config.json says so in each case. What else is harmless in a file are frequencies of RoPE."""
+    path = save(tmp_path, tiny_model(len(tokenizer)), tokenizer) / "model.safetensors"
+    weights = load_file(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    embeddings = weights["model.embed_tokens.weight"]
+    for head, tied in (None, True), (embeddings, True), (embeddings + 0.1, False):
+        more = {} if head is None else {"lm_head.weight": head.clone()}
+        save_file(weights | more, path, {"format": "pt"})
+        model, _ = load.load(tmp_path, "cpu")
+        export(model, tokenizer, tmp_path / "saved")
+        saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+        assert saved["tie_word_embeddings"] == tied
+        assert ("lm_head.weight" in load_file(tmp_path / "saved" / "model.safetensors")) != tied
+        again, ids = load.load_model(tmp_path / "saved", "cpu", "auto"), torch.tensor([[5, 6]])
+        assert torch.equal(again(ids).logits, model(ids).logits)
+        assert torch.equal(again.lm_head.weight, embeddings if head is None else head)

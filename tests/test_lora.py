@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import evaluate
 import train
 from engine import checkpoints as checkpoints_of
-from engine import load, lora, memory, policy
+from engine import checks, load, lora, memory, policy
 from rloo import microbatches, update
 from runtime.cli import InputError
 from runtime.files import checkpoints, read_config, read_rows
@@ -135,12 +135,12 @@ def test_the_actor_samples_as_it_is_trained(tokenizer, tmp_path):
     """check_training holds, before a step and after. Noise in training mode is found."""
     tiny_model(len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    actor, _ = load.load(tmp_path, "cpu", load.check_sampling)
+    actor, _ = load.load(tmp_path, "cpu", checks.check_sampling)
     trained = lora.LoraPolicy(actor, 4, "dither", 0)
-    policy.check_training(trained, actor)
+    checks.check_training(trained, actor)
     move(trained, 0.1)
     trained.copy_weights(actor)
-    policy.check_training(trained, actor)
+    checks.check_training(trained, actor)
     assert not actor.training
     ids = [5, 6, 7, 8]
     plain = completion_logprobs(actor, ids[:1], ids[1:])
@@ -148,7 +148,7 @@ def test_the_actor_samples_as_it_is_trained(tokenizer, tmp_path):
     assert (ours - plain).abs().max() < 1e-5
     actor.lm_head.register_forward_hook(lambda m, x, logits: (1 + 0.01 * m.training) * logits)
     with pytest.raises(InputError, match="qwen3 is not supported: its log-probabilities in tra"):
-        policy.check_training(trained, actor)
+        checks.check_training(trained, actor)
 
 
 EXPERTS = dict(num_experts_per_tok=2, num_local_experts=4)
@@ -239,6 +239,20 @@ def test_peft_reads_the_adapter(script, flags, toy_model_dir):
     assert said["base_model_name_or_path"] == str(toy_model_dir)
 
 
+def test_the_adapter_names_its_base_from_anywhere(tmp_path, monkeypatch):
+    """An id of the hub stays what it is. A seed of any size, and what a kill or a file system has
+    left in the folder, do not matter."""
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model(64)
+    for seed, path, expected in (2**70, "base", f"{tmp_path}/base"), (-1, "an/id", "an/id"):
+        model.name_or_path = path
+        trained = lora.LoraPolicy(model, 4, "dither", seed)
+        trained.save_adapter(tmp_path / "adapter")
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == expected
+
+
 def test_it_goes_on_with_two_ranks(script, tmp_path, flags):
     assert script(train, f"{flags} --steps 2 --out run")[0] == 0
     finish(start_ranks(2, run_in, tmp_path, train.main, "--out run --resume --steps 3"))
@@ -265,8 +279,8 @@ def test_flags_that_are_refused(script, quick, more, says):
 
 
 PLANS = [  # GB of the card -> the line of the log, or what is refused
-    (24, "memory: 16,384 tokens in a micro-batch, about 9.97 of 15.5 GB"),
-    (16, "memory: 11,046 tokens in a micro-batch, about 7.72 of 7.72 GB"),
+    (24, "memory: 16,384 tokens in a micro-batch, about 10.1 of 15.5 GB"),
+    (16, "memory: 10,733 tokens in a micro-batch, about 7.72 of 7.72 GB"),
     (12, "6144 tokens .* and 3.8.* are free: use shorter rows or a smaller model"),
 ]
 
@@ -284,6 +298,9 @@ def test_a_4b_model_fits_into_24_gb(monkeypatch, tmp_path, card, says):
     try:
         _, offload, said = memory.plan_memory(actor, 6144, lora=32)
         assert not offload
+        with mock.patch.object(memory, "host_memory", lambda: 7e9):
+            with pytest.raises(InputError, match="the loaded weights need about 7.27 of 7 GB"):
+                memory.plan_memory(actor, 6144, lora=32)
     except InputError as error:
         said = str(error)
     assert re.search(says, said), said

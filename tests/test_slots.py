@@ -10,7 +10,7 @@ import torch
 from conftest import needs_cuda, tiny_model
 from transformers import GenerationConfig
 
-from engine import load, lora, sampling, slots
+from engine import load, lora, memory, sampling, slots
 from engine.slots import Slots
 from runtime.cli import InputError
 
@@ -92,11 +92,11 @@ SCALES = {"granite": {"logits_scaling": 0.5}, "cohere": {"logit_scale": 2.0}}
 
 def test_logits_are_set_aside_for_the_rows_that_find_a_place(model, monkeypatch):
     """Else a small card had no room for keys, and sampled one row at a time."""
-    kv, layer, logits = sampling.bytes_of(model)
-    free = slots.READ_AT_ONCE * layer + 40 * (100 * kv + 2 * logits)
-    monkeypatch.setattr(sampling, "bytes_that_fit", lambda model: free)
-    assert slots.tokens_that_fit(model, 512, 100) == 40 * 100
-    assert slots.tokens_that_fit(model, 4, 100) > 40 * 100  # there are no more rows
+    kv, layer, logits = memory.bytes_of(model)
+    free = memory.READ_AT_ONCE * layer + 40 * (100 * kv + 2 * logits)
+    monkeypatch.setattr(memory, "bytes_that_fit", lambda model: free)
+    assert memory.tokens_that_fit(model, 512, 100) == 40 * 100
+    assert memory.tokens_that_fit(model, 4, 100) > 40 * 100  # there are no more rows
 
 
 @torch.no_grad()

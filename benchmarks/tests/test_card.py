@@ -9,6 +9,7 @@ import widen
 from conftest import tiny_model
 
 from engine import load
+from engine.export import export
 from runtime.files import append_rows, read_rows
 
 FEW = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
@@ -27,7 +28,7 @@ def test_a_wide_model_says_what_the_small_one_says(tied, tmp_path, tokenizer):
     expected = small(ids).logits
     assert expected.std() > 0.5
     assert (wide(ids).logits - expected).abs().max() < 1e-4
-    load.export(wide, tokenizer, tmp_path / "wide")
+    export(wide, tokenizer, tmp_path / "wide")
     again = load.load_model(tmp_path / "wide", "cpu", torch.float32)
     assert (again(ids).logits - expected).abs().max() < 1e-4
     assert {name: getattr(again.config, name) for name in MORE} == MORE

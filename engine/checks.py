@@ -1,0 +1,117 @@
+"""Check that a model is what its files say, and as the method assumes: check_sampling,
+check_training and cer.check_scoring raise an error if it is not. try_slots says why engine/slots.py
+cannot sample from it."""
+
+import torch
+from tokenizers import Tokenizer
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.utils import cached_file
+
+from engine.sampling import generate, sampling_config
+from engine.tokens import vocabulary
+from runtime.cli import InputError, as_input_error, message_of, require
+
+# ----------------------------------------------------------------------------- is it what was saved
+
+# Where tokenizers differ: digits, line ends, several spaces, other scripts, accents.
+TEXT = "In 1987 10,000 eggs,\r\n\n\n  it's   3.14\t x=-12;}\n größer cafe\u0301 日本語 Привет 2²🙂"
+
+
+def check_tokens(name, tokenizer):
+    with as_input_error(f"the model {name} has no tokenizer.json"):
+        of_file = Tokenizer.from_file(cached_file(name, "tokenizer.json"))
+    of_file.no_truncation()
+    of_file.no_padding()
+    expected = of_file.encode(TEXT, add_special_tokens=False).ids
+    same = tokenizer.encode(TEXT, add_special_tokens=False) == expected
+    require(same, f"the tokenizer of {name} gives other tokens than its tokenizer.json")
+
+
+def check_config(name, config):
+    is_quantized = getattr(config, "quantization_config", None)
+    require(not is_quantized, f"the model {name} is quantized: take its original in bf16 or fp32")
+
+
+def check_weights(name, info):
+    """info: what from_pretrained has found, without what it knows to be harmless, which are the
+    frequencies of RoPE, and a head that is tied to the embeddings and equal to them."""
+    lost = [*info["missing_keys"], *info["mismatched_keys"]]
+    for names, what in (lost, "lacks"), (info["unexpected_keys"], "has no use for"):
+        some = sorted(map(str, names))[:2]
+        require(not names, f"the model {name} {what} {len(names)} weights, such as {some}")
+
+
+# ------------------------------------------------------------------------------- does it sample so
+
+
+NOISE = "attention_dropout", "router_jitter_noise", "input_jitter_noise"  # in training mode
+
+
+@torch.no_grad()
+def check_sampling(model, tokenizer):
+    """Check, on two sampled tokens, that the model samples from its own distribution (temperature
+    1, no top-k or top-p), with attention over the whole context, and as it is trained. Raises an
+    error otherwise."""
+    noise = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    noise += [getattr(model.config, name, 0) for name in NOISE]
+    require(not any(noise), "dropout and router noise must be 0, or training is not on-policy")
+    require(hasattr(model.base_model, "layers"), "it is not laid out as Llama and Qwen are")
+    rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    require(rope not in ("dynamic", "longrope"), f"{rope} RoPE depends on a batch's longest row")
+    ids, rows = model.tokenizer_size, model.get_input_embeddings().weight.shape[0]
+    require(ids <= rows, f"the tokenizer has {ids} ids, more than the model has embeddings")
+    require(all(p.isfinite().all() for p in model.parameters()), "its weights are not finite")
+    prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
+    both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)
+    config = sampling_config(max_new_tokens=2, **both)
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+    layers = {type(layer) for layer in out.past_key_values.layers}
+    require(layers == {DynamicLayer}, "it needs full attention in all layers (no sliding window)")
+    for logits, scores in zip(out.logits, out.scores):
+        require(torch.equal(logits[:, :ids], scores[:, :ids]), "generate() changes its logits")
+
+
+@torch.no_grad()
+def check_training(policy, actor):
+    """Check that the policy's log-probabilities, in training mode, are the actor's: noise in
+    training mode would give the update other ones than those that sampled."""
+    stop = actor.generation_config.eos_token_id[0]
+    ids = torch.tensor([[stop, *range(8)]], device=policy.device)
+    logits = actor(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    at = torch.arange(9, device=policy.device)[None] > 0
+    difference = (policy(ids, at) - expected).abs().mean().item()
+    family, limit = actor.config.model_type, 0.1 if actor.dtype == torch.bfloat16 else 1e-3
+    # FSDP would compute them in the type of the others, and spread() moves what is not rounded.
+    kept = [name for name, p in actor.named_parameters() if p.dtype != actor.dtype]
+    mixed = f"{family} is not supported in {actor.dtype}: some weights stay in another type"
+    require(not kept, f"{mixed}, such as {kept[:1]}: use --dtype fp32")
+    same = f"{family} is not supported: its log-probabilities in training mode differ"
+    require(difference < limit, f"{same} by {difference:.2g}")
+    policy.reshard()  # FSDP keeps the embeddings gathered after a forward pass
+
+
+@torch.no_grad()
+def try_slots(model, prompt):
+    """Sample 24 tokens of two prompts, each twice, with graphs that are replayed and rows that are
+    moved -> why not, or None: attention is not full, it fails (torch's flash attention refuses old
+    cards, types of four bytes and some sizes of heads), or entropies differ from those of plain
+    forward passes."""
+    if {type(layer) for layer in DynamicCache(config=model.config).layers} != {DynamicLayer}:
+        return "not all of its layers have full attention"
+    prompts = 2 * [prompt[:1], prompt]
+    # Random models in bf16 differ by up to .01, and by .05 to .5 if a wrong key is read.
+    limit = 0.05 if model.dtype.itemsize == 2 else 1e-3
+    try:
+        sampled = generate(model, prompts, 24, piece=12, name="check", stops=[])
+    except InputError:  # of a graph, which leaves torch unusable
+        raise
+    except Exception as error:
+        return f"engine/slots.py fails ({message_of(error)})"
+    for prompt, ids, entropy in zip(prompts, *sampled):
+        logits = model(input_ids=torch.tensor([prompt + ids], device=model.device)).logits
+        p = logits[0, len(prompt) - 1 : -1, : model.tokenizer_size].float().softmax(-1)
+        difference = abs(torch.special.entr(p).sum(-1).mean().item() - entropy)
+        if not difference < limit:
+            return f"in engine/slots.py entropies differ by {difference:.2g} nats"
