@@ -187,7 +187,8 @@ def find_reference(answer, options):
     if box and text == rf"\boxed{{{box[1]}}}":
         text = tidy(box[1])
     require(text, "no reference (`answer` as text or number, or `solution` with a box)")
-    require(not CONTAINER.fullmatch(text), "a list or dict written as text: give a list, in .jsonl")
+    written = "the reference is a list, a dict or an array written as text: give a list, in .jsonl"
+    require(not CONTAINER.fullmatch(text), written)
     if options:
         return letter_of(text if isinstance(answer, str) else answer, options)
     whole = split_answer(rf"\boxed{{{text}}}") == (len(r"\boxed"), text)
