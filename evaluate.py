@@ -94,7 +94,7 @@ def add_model_and_data(add, most_tokens, written):
 def load_model_and_data(args, most_tokens, name, *checks):
     """-> the model, its tokenizer, {data set: problems that fit it}, a new directory."""
     device = init_ranks()
-    names = [os.path.expanduser(each) for each in args.dataset.split(",")]
+    names = [os.path.expanduser(each.strip()) for each in args.dataset.split(",")]
     datasets = {each: load_problems(each, args.limit, args.verifier) for each in names}
     out = open_run_directory(args.out, name)
     model, tokenizer = load(args.model, device, *checks, dtype=args.dtype, sampler=args.sampler)

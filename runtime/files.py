@@ -4,6 +4,7 @@ import csv
 import fcntl
 import io
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy
@@ -22,18 +23,19 @@ def read_rows(path: str | Path, columns=None, parse_float=float) -> list[dict]:
     path = Path(path)
     ending = path.suffix.lower()
     require(ending in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
-    require(path.is_file(), f"{path}: no such file")
+    require(path.is_file(), f"{path}: {'a directory' if path.is_dir() else 'no such file'}")
     rows = []
     try:
         for row in parse_rows(path, ending, columns, parse_float):
-            if not isinstance(row, dict) or None in row:  # more cells of CSV than columns
-                raise ValueError(f"got {row!r:.40}")
-            # A lone surrogate is not UTF-8. No tokenizer takes it.
-            json.dumps(row, ensure_ascii=False, default=str).encode()
+            require(isinstance(row, dict), f"expected objects with named columns, got {row!r:.40}")
+            # A byte of another encoding is a lone surrogate by now. No tokenizer takes it.
+            with as_input_error("a character is not UTF-8: save the file as UTF-8"):
+                json.dumps(row, ensure_ascii=False, default=str).encode()
             rows.append(row)
     except Exception as error:  # libraries raise errors of many types
-        problem = f"{path}, row {len(rows) + 1}: expected objects with named columns, as UTF-8"
-        raise InputError(f"{problem} ({message_of(error)})") from error
+        ours = isinstance(error, InputError)
+        problem = error if ours else f"expected objects with named columns ({message_of(error)})"
+        raise InputError(f"{path}, row {len(rows) + 1}: {problem}") from error
     return rows
 
 
@@ -42,13 +44,45 @@ def parse_rows(path, ending, columns, parse_float):
         return table_rows(pyarrow.parquet.read_table(path), columns)
     content = path.read_bytes()  # of UTF-16, too, as Windows writes; a bad byte stays in its row
     text = content.decode(json.detect_encoding(content), "surrogateescape")
+    require("\0" not in text, "the file is not text: save a workbook as .csv, in UTF-8")
     if ending == ".csv":
-        csv.field_size_limit(2**31 - 1)
-        return csv.DictReader(io.StringIO(text, newline=""), strict=True)  # every value is text
-    parse = json.JSONDecoder(parse_float=parse_float).decode
+        return csv_rows(text)
+    parse = json.JSONDecoder(parse_float=parse_float, object_pairs_hook=to_row).decode
     if text.lstrip().startswith("["):  # the file is one list
         return parse(text)
     return map(parse, filter(str.strip, text.split("\n")))
+
+
+def csv_rows(text):
+    """The rows of a table as dicts of texts. Cells are separated by commas, semicolons or tabs:
+    spreadsheets write what is usual in their country."""
+
+    def read(separator, **options):
+        table = io.StringIO(text.removeprefix(f"sep={separator}"), newline="")  # a line for Excel
+        with as_input_error('expected "..." around a cell with quotes, and "" for each of them'):
+            yield from filter(None, csv.reader(table, delimiter=separator, **options))
+
+    csv.field_size_limit(2**31 - 1)
+    separator = max(",;\t", key=lambda each: len(next(read(each), [])))
+    # A space belongs to its cell. But before a quote it would make the quotes a part of the cell,
+    # too, and split it at separators between them. So another reading, which leaves out the spaces
+    # before a cell, must agree.
+    rows = zip(*(read(separator, strict=True, skipinitialspace=skip) for skip in (False, True)))
+    header, _ = next(rows, ([], []))
+    for cells, others in rows:
+        spaced = [a for a, b in zip(cells, others) if a.lstrip(" ") != b.lstrip(" ")]
+        require(not spaced, f"a space before a quote: take it out of {spaced[:1]}")
+        wide = f"more cells than columns {header}: put quotes around a cell with {separator!r}"
+        require(len(cells) <= len(header), wide)
+        yield to_row([*zip(header, cells)])
+
+
+def to_row(pairs):
+    """A dict of these (name, value) pairs. If a name stood twice, a value would be lost. Columns
+    without a name are not used."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        require(count == 1 or not name, f"two columns for {name!r}: rename or remove one")
+    return dict(pairs)
 
 
 def table_rows(table, columns=None):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.tokens import split_answer
 from runtime.cli import InputError, as_input_error, require, say
-from runtime.files import FORMATS, read_rows, table_rows
+from runtime.files import FORMATS, read_rows, table_rows, to_row
 from tasks import toy
 from tasks.verifiers import VERIFIERS
 
@@ -47,9 +47,9 @@ HUB = {  # name: data set on the Hugging Face hub
 NAMES = ", ".join([*TOY, *HUB])
 # OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(.+))?")
-CONTEXTS = "context", "passage", "article"  # the text that a question is about
-COLUMNS = {"question", "problem", "answer", "solution", "options", "choices", "answer_letter"}
-COLUMNS |= {"verifier", *CONTEXTS}
+# Other names of columns. The context is the text that a question is about.
+SAME = {"problem": "question", "choices": "options", "passage": "context", "article": "context"}
+COLUMNS = {"answer", "solution", "answer_letter", "verifier", *SAME, *SAME.values()}
 # What is no value: no text, or what pandas and spreadsheets write. ("None" or "NA" may be right.)
 MISSING = re.compile(r"^\s*(-?nan|-?NaN|NaT|<NA>|#NA|#N/A( N/A)?|#[A-Z/0]+[!?]|Err:\d{3})?\s*$")
 # A list, dict, tuple or array of texts as Python writes it. ("[1, 2]" and "{1, 2}" may be right.)
@@ -75,20 +75,31 @@ def load_problems(name_or_path, limit=None, verifier=None) -> list[Problem]:
     require(rows, f"{name} has no rows")
     problems, left_out = [], {}  # {reason: row numbers}
     for number, row in enumerate(rows, start=1):
+        # Where tables were put together, each brings its header, maybe after a byte order mark.
+        cells = {str(row[column]).strip(' \ufeff"').lower() for column in COLUMNS & row.keys()}
+        is_header = len(cells) > 1 and cells <= {"", *COLUMNS} and cells & row.keys()
+        require(not is_header, f"{name}, row {number} is a header again: expected one table")
         try:
             problems.append(to_problem(row, verifier or default))
         except InputError as reason:
             left_out.setdefault(str(reason), []).append(number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
     columns = dict.fromkeys(column for row in rows for column in row)
-    require(problems, f"{name}: no usable row; {'; '.join(counts)}; columns: {', '.join(columns)}")
+    written = ", ".join(map(as_written, columns))
+    require(problems, f"{name}: no usable row; {'; '.join(counts)}; columns: {written}")
     for count in counts:
         say(f"{name}: left out: {count}")
     if unknown := [column for column in columns if column not in COLUMNS]:
-        say(f"{name}: these columns are not used: {', '.join(unknown)}")
+        say(f"{name}: these columns are not used: {', '.join(map(as_written, unknown))}")
     if repeated := len(problems) - len({problem.question for problem in problems}):
         say(f"{name}: {repeated} rows repeat the question of another one, maybe with its answer")
     return problems[:limit]
+
+
+def as_written(column):
+    """The name of a column, with the one that is expected if only spaces or capitals differ."""
+    meant = tidy(column).lower()
+    return f"{column!r} (expected {meant!r})" if meant in COLUMNS - {column} else column or "''"
 
 
 def in_epochs(rows, count, seed):
@@ -129,14 +140,14 @@ def beyond_mathematics(row):
 def to_problem(row: dict, verifier: str) -> Problem:
     """One row -> Problem, with this verifier if the row names none. InputError says why the row
     cannot be used, in the same words for all rows of which that is true."""
-    row = {name: value for name, value in row.items() if not MISSING.match(str(value))}
-    question = row.get("question") or row.get("problem")
-    options = row.get("options") or row.get("choices")
-    require(isinstance(question, str) and question.strip(), "no question (`question`, `problem`)")
-    for name in CONTEXTS:
-        context = row.get(name) or ""
-        require(isinstance(context, str), f"the column `{name}` is no text")
-        question = f"{context}\n\n{question}" if context.strip() else question
+    pairs = [(SAME.get(name, name), row[name]) for name in row if row[name] not in (None, [])]
+    row = to_row([(name, value) for name, value in pairs if not MISSING.match(str(value))])
+    question = row.get("question")
+    context = row.get("context") or ""
+    options = row.get("options")
+    require(isinstance(question, str), "no question (`question`, `problem`)")
+    require(isinstance(context, str), "the column `context` is no text")
+    question = f"{context}\n\n{question}" if context else question
     if options:
         lines = [f"{letter}: {text}" for letter, text in by_letter(options).items()]
         question, verifier = "\n".join([question, *lines]), "letter"
@@ -152,10 +163,8 @@ def find_references(row, options):
     if options and (letter := row.get("answer_letter")):
         require(letter in [*by_letter(options)], "`answer_letter` is not the letter of an option")
         return [letter]
-    answer = row.get("answer")
-    if answer in (None, "", []):
-        box = split_answer(as_text(row.get("solution")) or "")
-        answer = box[1] if box else ""
+    box = split_answer(as_text(row.get("solution")) or "")
+    answer = row.get("answer", box and box[1])
     found = []
     for each in answer if isinstance(answer, list) else [answer]:
         try:

@@ -1,5 +1,9 @@
+import csv
+import io
 import json
+import os
 import re
+import zipfile
 from decimal import Decimal
 from unittest import mock
 
@@ -8,6 +12,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
+import evaluate
 from engine.tokens import split_answer
 from runtime.cli import InputError
 from runtime.files import read_rows, table_rows
@@ -151,9 +156,6 @@ b,s,,
     err = capsys.readouterr().err
     assert "with a box) (1 of 6: rows [5])" in err
     assert "give a list, in .jsonl (1 of 6: rows [3])" in err
-    (tmp_path / "rows.csv").write_text("question,answer\nq,1\nr,1,250\n")
-    with pytest.raises(InputError, match="rows.csv, row 2: expected "):
-        load_problems(tmp_path / "rows.csv")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
@@ -189,6 +191,141 @@ def test_a_column_that_is_not_used_is_not_converted(tmp_path, monkeypatch, capsy
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
         with pytest.raises(InputError, match="rows.parquet"):
             load_problems(tmp_path / "rows.parquet")
+
+
+def refused(path, content):
+    """What is said of a file that cannot be used, without its path."""
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(InputError) as error:
+        load_problems(path)
+    return str(error.value).removeprefix(str(path))
+
+
+SPREADSHEETS = {  # what they write in different countries
+    "semicolons": "\ufeffquestion;answer\r\nTwo, or three?;2,5\r\n",
+    "tabs": "question\tanswer\nTwo, or three?\t2,5\n".encode("utf-16"),
+    "a line for Excel": "\ufeffsep=;\r\nquestion;answer\r\nTwo, or three?;2,5\r\n",
+    "its line with tabs": "sep=\t\nquestion\tanswer\nTwo, or three?\t2,5\n",
+    "CR, blank lines": '\r\rquestion,answer\r"Two, or three?","2,5"\r\r',
+    "no names": 'question,answer,,\n"Two, or three?","2,5",,\n',
+    "an index": ',question,answer\n0,"Two, or three?","2,5"\n',
+    "semicolons in a name": '"a; b; c",question,answer\nx,"Two, or three?","2,5"\n',
+}
+
+
+@pytest.mark.parametrize("name", SPREADSHEETS)
+def test_what_a_spreadsheet_wrote_is_read(tmp_path, name):
+    content = SPREADSHEETS[name]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert load_problems(path) == [Problem("Two, or three?", "2,5", "text")]
+
+
+def test_spaces_belong_to_their_cell(tmp_path):
+    """Programs write them without quotes. Within quotes one may stand before a quote."""
+    cells = ["  q", ' "q" is', 'a 5" disk'], ["14", " 15", ' "ann"']
+    with open(tmp_path / "rows.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["question", "answer"], *zip(*cells)])
+    problems = load_problems(tmp_path / "rows.csv")
+    assert [p.question for p in problems] == cells[0]
+    assert [p.reference for p in problems] == ["14", "15", '"ann"']
+
+
+WIDE = "more cells than columns ['question', 'answer']: put quotes around a cell with"
+QUOTES = 'expected "..." around a cell with quotes, and "" for each of them'
+TABLES = {  # what is said of a table
+    ", row 1: two columns for 'answer': rename or remove one": "question,answer,answer\nq,1,2\n",
+    """, row 1: a space before a quote: take it out of [' "14"']""": 'question,answer\nq, "14"\n',
+    # The quotes would be a part of the cells, and the second half of the answer a note.
+    """, row 1: a space before a quote: take it out of [' "a']""": 'question,answer,x\nq, "a, b"\n',
+    f", row 2: {WIDE} ','": "question,answer\nq,1\nr,1,250\n",
+    f", row 1: {WIDE} ';'": "question;answer\nq;r;1\n",
+    ", row 1: more cells than columns ['Cities']: put ": "Cities\nquestion,answer\n",  # a title
+    f""", row 1: {QUOTES} (',' expected after '"')""": 'question,answer\n"a \\"b\\" c",1\n',
+    f", row 2: {QUOTES} (unexpected end of data)": 'question,answer\nq,1\nr,"2\n',
+    "columns: 'Question' (expected 'question'), 'Answer' (exp": "Question,Answer\nq,1\n",
+    "columns: question, ' answer' (expected 'answer')": "question, answer\nq,1\n",
+    ": no usable row; two columns for 'question': rename or remove one (1 of 1: rows [1]); "
+    "columns: problem, question, answer": "problem,question,answer\np,q,1\n",
+}
+
+
+@pytest.mark.parametrize("said", TABLES)
+def test_a_table_that_is_not_clear_is_refused_with_the_cause(tmp_path, said):
+    assert said in refused(tmp_path / "rows.csv", TABLES[said])
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path):
+    said = refused(tmp_path / "rows.csv", "question,answer\nq,§ 4\n".encode("cp1252"))
+    assert said.startswith(", row 1: a character is not UTF-8: save the file as UTF-8 (")
+    workbook = io.BytesIO()
+    with zipfile.ZipFile(workbook, "w") as file:
+        file.writestr("xl/worksheets/sheet1.xml", "<worksheet/>")
+    for name in "rows.csv", "rows.jsonl":
+        said = refused(tmp_path / name, workbook.getvalue())
+        assert said == ", row 1: the file is not text: save a workbook as .csv, in UTF-8"
+    for name in "rows.xlsx", "rows.tsv":
+        said = refused(tmp_path / name, "question\tanswer\nq\t1\n")
+        assert said == ": expected a file that ends in .jsonl, .json, .parquet, .csv"
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(InputError, match=r"folder.csv: a directory$"):
+        load_problems(tmp_path / "folder.csv")
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["question,answer", "answer,question", '\ufeff"answer","question"', "Question, Answer"],
+)
+def test_a_header_that_comes_again_is_refused(tmp_path, header):
+    said = refused(tmp_path / "rows.csv", f"question,answer\nq,1\n{header}\nr,2\n")
+    assert said == ", row 2 is a header again: expected one table"
+    lines = '{"question": "q", "answer": 1}\n{"question": "problem", "answer": "answer"}'
+    said = refused(tmp_path / "rows.jsonl", lines)
+    assert said == ", row 2 is a header again: expected one table"
+    words = "question,answer\nhot,cold\nproblem,solution\nanswer,5\n"  # these are no names here
+    (tmp_path / "rows.csv").write_text(words)
+    assert [p.reference for p in load_problems(tmp_path / "rows.csv")] == ["cold", "solution", "5"]
+
+
+def test_a_name_that_stands_twice_in_json_is_refused(tmp_path):
+    row = '{"question": "q", "answer": "1", "answer": "2"}'
+    for name, content in ("rows.jsonl", row), ("rows.json", f"[{row}]"):
+        said = refused(tmp_path / name, content)
+        assert said == ", row 1: two columns for 'answer': rename or remove one"
+
+
+TWICE = {  # two names for one thing, of which one would be lost or both shown
+    "question": {"problem": "Ann has 12 apples."},
+    "options": {"options": ["x", "y"], "choices": ["y", "x"]},
+    "context": {"context": "c", "article": "d"},
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_two_names_for_one_thing_are_left_out_and_counted(load_rows, capsys, name):
+    row = {"question": "q", "answer": "A", "solution": r"\boxed{B}"}  # a solution has its answer
+    assert load_rows([row, row | TWICE[name]]) == [Problem("q", "A", "text")]
+    said = f"left out: two columns for '{name}': rename or remove one (1 of 2: rows [2])"
+    assert said in capsys.readouterr().err
+    empty = {each: None for each in TWICE[name]}  # as files that were put together have them
+    assert load_rows([empty | row, row | {"problem": "", "choices": []}])[1].question == "q"
+
+
+def test_data_sets_may_be_separated_by_a_comma_and_a_space(monkeypatch):
+    read, args = mock.Mock(), mock.Mock(dataset="toy, ~/rows.csv,toy-test")
+    monkeypatch.setattr(evaluate, "load_problems", read)
+    monkeypatch.setattr(evaluate, "init_ranks", mock.Mock())
+    monkeypatch.setattr(evaluate, "open_run_directory", mock.Mock(side_effect=InputError))
+    with pytest.raises(InputError):
+        evaluate.load_model_and_data(args, 8, "eval")
+    names = [call.args[0] for call in read.call_args_list]
+    assert names == ["toy", os.path.expanduser("~/rows.csv"), "toy-test"]
+
+
+def test_names_with_spaces_or_capitals_are_named(load_rows, capsys):
+    load_rows([{"question": "q", "answer": "1", " Context": "c", "level": 1, "": 2}])
+    said = "these columns are not used: ' Context' (expected 'context'), level, ''\n"
+    assert said in capsys.readouterr().err
 
 
 MISSING = float("nan"), "nan", " NaN", "<NA>", "NaT", "#N/A", "#VALUE!", "#NAME?", "#NUM!"
