@@ -319,7 +319,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (
         train,
         "--model {run}",
-        r"cannot load the model .*run, expected .* such as .*/checkpoints/step-4 ",
+        r"cannot load the model .*run, expected .*/checkpoints/step-4 ",
     ),
     (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
