@@ -33,9 +33,11 @@ OF_FILES = "_name_or_path", "transformers_version", "dtype", "architectures"
 
 def mark_of(model, *more):
     """A mark that changes with the weights of a model, with its config (such as the base of RoPE)
-    and stop tokens, and with what else is given."""
+    and stop tokens, and with what else is given. Of the config only what is not its class's default
+    counts, since another version of transformers may have more entries."""
     sums = [f"{p.double().sum().item():.6g}" for p in model.parameters()]
-    config = sorted(x for x in model.config.to_diff_dict().items() if x[0] not in OF_FILES)
+    entries, defaults = model.config.to_dict().items(), type(model.config)().to_dict().items()
+    config = sorted(x for x in entries if x not in defaults and x[0] not in OF_FILES)
     stops = model.generation_config.eos_token_id
     return sha256(repr([sums, config, stops, *more]).encode()).hexdigest()[:6]
 
