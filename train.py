@@ -24,7 +24,7 @@ from evaluate import evaluate
 from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rloo import leave_one_out, update
 from rollout import sample
-from runtime.files import checkpoints, how_to_resume, read_config
+from runtime.files import checkpoints, how_to_resume, read_config, remove_partial
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RunLog
 from tasks import toy_model
@@ -43,20 +43,23 @@ def main():
     problems, held_out = load_questions(args)
     out = open_run_directory(args.out, f"{Path(args.dataset).name}-{args.reward}", args.resume)
     model_path = args.model or toy_model.make_model(out / "warm-start", args)
-    if not args.lora:  # a resumed run finds its model in its last checkpoint
-        model_path = max(checkpoints(out), default=(0, model_path))[1]
+    # A resumed run goes on with the weights of its last checkpoint, whatever --model says now. With
+    # --lora they are added to the model that it began with, which is loaded again.
+    saved = [] if args.lora else checkpoints(out)
+    if saved:
+        args.model, model_path = read_config(out)["flags"]["model"], saved[-1][1]
     (actor, tokenizer), judge_model = load_models(args, model_path, device)
     problems, held_out, longest = fit_questions(
         args, problems, held_out, actor, tokenizer, judge_model
     )
 
-    # A resumed run keeps its data and its flags.
-    base = actor if args.lora else None  # its weights are not in the checkpoints
+    # A resumed run keeps its data, its flags, and the model it began with if that is loaded again.
     prompts = [encode_prompt(tokenizer, problem) for problem in [*problems, *held_out][:1000]]
-    data = fingerprint(problems, held_out, prompts, judge_model, base)
+    mark = fingerprint(problems, held_out, prompts, judge_model, None if saved else actor)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
-        check_resumed(out, vars(args) | {"data": data}, MAY_CHANGE, last_step)
+        check_resumed(out, vars(args) | mark, RESUME_MAY_CHANGE, last_step)
+        remove_partial(out)
 
     # The policy is trained, and copied to the actor after each step. They are two because Adam's
     # small steps need fp32 (on several GPUs in shards), and sampling needs whole weights, in bf16.
@@ -67,12 +70,12 @@ def main():
     policy = make_policy(args, model_path, actor, offload)
     optimizer = make_adam(policy)
     moments_move = not lora and moments_can_leave(actor, offload)
-    step, due = load_checkpoint(out, policy, optimizer)  # a new run has none, and is at step 0
+    step, logged = load_checkpoint(out, policy, optimizer)  # a new run has none: 0, {}
     first_step = step + 1
     policy.copy_weights(actor)
     check_training(policy, actor)
 
-    log = RunLog(out, args, data, first_step, last_step)
+    log = RunLog(out, args, mark, step, last_step, logged)
     log.header(actor, problems, f"{memory}\n{disk}")
     show_first(tokenizer, problems, args.dataset)
     if held_out:
@@ -87,7 +90,7 @@ def main():
 
     # Evaluate the model that training starts from, or after --resume the checkpoint, if its own
     # evaluation was cut from the logs.
-    if held_out and (due or step % args.eval_every == 0 or step == last_step):
+    if held_out and (logged.get("due") or step % args.eval_every == 0 or step == last_step):
         evaluate_now()
 
     for step in range(first_step, last_step + 1):
@@ -127,7 +130,8 @@ def main():
         log.step(step, judged, R, A, loss=loss, grad_norm=grad_norm, lr=lr)
         due = bool(held_out) and (last or step % args.eval_every == 0)
         if last or stopping or due or step % args.save_every == 0:
-            save_checkpoint(out, step, args.keep, due, actor, tokenizer, policy, optimizer)
+            logged = log.logged(due)
+            save_checkpoint(out, step, args.keep, logged, actor, tokenizer, policy, optimizer)
         if due and (last or not stopping):
             evaluate_now()
         if stopping:
@@ -190,10 +194,11 @@ def make_policy(args, model_path, actor, offload):
 
 # -------------------------------------------------------------------------------------------- flags
 
-# What a resumed run may change. The other flags define the run and how it is measured. Files may
-# have moved: the model is in the checkpoint, and the fingerprint knows the questions and the judge.
-MAY_CHANGE = "out resume steps epochs sampler microbatch_tokens cpu_offload".split()
-MAY_CHANGE += "eval_every save_every keep model dataset eval_dataset verifier_model".split()
+# What --resume may change. The other flags define the run and how it is measured. Files may have
+# moved: the model is in the checkpoint, and the fingerprint knows the questions, the judge and,
+# where it is loaded again, the model.
+RESUME_MAY_CHANGE = "out resume steps epochs sampler microbatch_tokens cpu_offload".split()
+RESUME_MAY_CHANGE += "eval_every save_every keep model dataset eval_dataset verifier_model".split()
 
 
 def make_parser():

@@ -13,6 +13,7 @@ from engine import slots
 from engine.checks import check_config, check_tokens, check_weights, try_slots
 from engine.tokens import vocabulary
 from runtime.cli import as_input_error, require, say
+from runtime.files import checkpoints
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SLOTS_ON = "cuda"  # the device of engine/slots.py
@@ -87,7 +88,8 @@ def rms_norm(norm, x):
 
 
 def from_pretrained(auto_class, name_or_dir, **options):
-    expected = "an id on the hub, or a directory such as RUN/checkpoints/step-K"
+    last = max(checkpoints(name_or_dir), default=(0, "RUN/checkpoints/step-K"))[1]
+    expected = f"an id on the hub, or a directory such as {last}"
     with as_input_error(f"cannot load the model {name_or_dir}, expected {expected}"):
         # Where peft is installed, the library would add the adapter to its base model, frozen.
         is_adapter = find_adapter_config_file(str(name_or_dir))

@@ -1,7 +1,7 @@
 """A run: its processes, its files, and its words to the user.
 
-Every script imports from this package before anything else, because what is set here holds only for
-what is imported after it.
+The scripts at the top of the repository import from this package before anything else, because what
+is set here holds only for what is imported after it.
 """
 
 import os

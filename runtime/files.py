@@ -4,6 +4,7 @@ import csv
 import fcntl
 import io
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -118,10 +119,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:
-    """Append rows as lines of JSON. Only rank 0 writes."""
+    """Append rows as lines of JSON, the first on a line of its own: an editor, or a disk that was
+    full, may have left a last line without an end. Only rank 0 writes."""
     if is_rank_0():
-        with as_input_error(f"cannot write {path}"), open(path, "a", encoding="utf-8") as file:
-            file.write(to_jsonl(rows))
+        with as_input_error(f"cannot write {path}"), open(path, "a+b") as file:
+            file.seek(max(0, file.seek(0, 2) - 1))  # 2: from the end
+            begin = b"" if file.read() in (b"", b"\n") else b"\n"
+            file.write(begin + to_jsonl(rows).encode())
 
 
 def to_jsonl(rows: list[dict]) -> str:
@@ -150,8 +154,10 @@ def lock(directory):
 def read_config(run):
     """config.json of a run, with its flags by name in "flags"."""
     config = Path(run) / "config.json"
-    require(config.is_file(), f"{run} is not a run: it has no config.json")
-    with as_input_error(f"{config}: expected an object with flags"):
+    above = [each for each in Path(run).absolute().parents if (each / LOGS[0]).is_file()]
+    right = f"; the run is {above[0]}" if above else ""  # a checkpoint has a config.json, too
+    require(config.is_file(), f"{run} is not a run: it has no config.json{right}")
+    with as_input_error(f"{config}: expected an object with flags{right}"):
         content = json.loads(config.read_text(encoding="utf-8"))
         return content | {"flags": dict(content["flags"])}
 
@@ -160,6 +166,13 @@ def checkpoints(run):
     """All complete checkpoints of a run -> list of (step, directory), oldest first."""
     paths = {path.name.removeprefix("step-"): path for path in Path(run).glob("checkpoints/step-*")}
     return sorted((int(step), path) for step, path in paths.items() if step.isdigit())
+
+
+def remove_partial(out):
+    """Remove checkpoints that are not complete. A file system may keep some of their files, as NFS
+    keeps those that are open somewhere. They do no harm, and are removed another time."""
+    for left in (out / "checkpoints").glob("partial-step-*") if is_rank_0() else []:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def how_to_resume(run):

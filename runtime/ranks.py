@@ -36,7 +36,11 @@ def init_ranks():
         with as_input_error("RANK is set: start with torchrun, or unset it"):
             dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        # One process has nobody to talk to. A cluster may name an interface that is not here.
+        for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
+            os.environ.pop(name, None)
+        with as_input_error("torch needs a network interface, if only lo (ip link set lo up)"):
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         # Without this, a script that ends early is sometimes aborted by its threads.
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -60,9 +64,10 @@ def open_run_directory(out, name, resume=False):
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     out = Path(all_gather([out or default])[0])
     if is_rank_0():
-        # What a run leaves that was refused before its first step; it may be started again.
-        leftovers = {"lock", "warm-start", "config.json.partial"}
-        empty = {path.name for path in out.glob("*")} <= leftovers
+        # What a run leaves that was refused before its first step; it may be started again. Names
+        # with a dot are the file system's, such as .nfs and .snapshot.
+        leftovers = {"lock", "warm-start", "config.json.partial", "lost+found"}
+        empty = {path.name for path in out.glob("[!.]*")} <= leftovers
         require(resume or empty, f"--out {out} is not empty: use another or (train.py) --resume")
         LOCKS.append(lock(out))
     dist.barrier()

@@ -12,7 +12,7 @@ import transformers
 
 from runtime import samples
 from runtime.cli import InputError, is_rank_0, say
-from runtime.files import append_rows, how_to_resume, read_config, write_atomically
+from runtime.files import LOGS, append_rows, how_to_resume, read_config, write_atomically
 from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
@@ -35,23 +35,44 @@ def warning(numbers):
 
 
 class RunLog:
-    """Rank 0 prints, and appends to metrics.jsonl (a line per step, and one per evaluation),
-    samples.jsonl (the first groups of each step) and evaluations.jsonl (all held-out samples). All
-    ranks call it, and gather what rank 0 writes."""
+    """The files of a run. Rank 0 prints, writes config.json, and makes, cuts and appends to the
+    logs: metrics.jsonl (a line per step, and one per evaluation), samples.jsonl (the first groups
+    of each step) and evaluations.jsonl (all held-out samples). All ranks call it, and gather what
+    rank 0 writes.
 
-    def __init__(self, out, args, data, first_step, last_step):
+    mark: the fingerprint. step: of the last checkpoint, or 0 if there is none, and the run begins
+    anew. logged: what `logged` said when the checkpoint was saved."""
+
+    def __init__(self, out, args, mark, step, last_step, logged):
         self.out, self.args = out, args
-        self.first_step, self.last_step = first_step, last_step
+        self.first_step, self.last_step = step + 1, last_step
         self.warned, self.started = set(), None
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
         made = {"world_size": dist.get_world_size(), "torch": torch.__version__}
         made["transformers"] = transformers.__version__
-        before = read_config(out) if first_step > 1 else {}  # config.json keeps what began the run
+        before = read_config(out) if step else {}  # config.json keeps what began the run
         for name in [name for name in made if before.get(name, made[name]) != made[name]]:
             say(f"{name} was {before[name]} and is {made[name]}: the result may differ")
             made[name] = before[name]
-        config = {"flags": flags, "data": data} | made
+        config = before | {"flags": flags} | mark | made
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
+        self.open_logs(logged)
+
+    def open_logs(self, logged):
+        """Make the logs, or cut them to the lengths that they had at the checkpoint: a resumed run
+        may repeat what came later, and a kill may leave half a line. Without a checkpoint, what has
+        been logged goes to NAME.old."""
+        for log in [self.out / name for name in LOGS if is_rank_0()]:
+            if not logged and log.exists() and log.stat().st_size:
+                log.replace(f"{log}.old")
+            with open(log, "ab") as file:
+                file.truncate(logged.get(log.name, 0))
+
+    def logged(self, due):
+        """What rank 0 saves with a checkpoint: the lengths of the logs in bytes, and whether an
+        evaluation is due."""
+        lengths = {name: (self.out / name).stat().st_size for name in LOGS if is_rank_0()}
+        return lengths | {"due": due}
 
     def append(self, name, rows):
         """Append rows to a log. Where that fails, as on a full disk, say how to go on."""
@@ -65,13 +86,18 @@ class RunLog:
         args = self.args
         verifiers = ", ".join(sorted({problem.verifier for problem in problems}))
         model, ranks = args.model or "the toy model", dist.get_world_size()
+        lora = f", LoRA of rank {args.lora}" if args.lora else ""
         say(
             f"{args.reward} on {args.dataset}: {len(problems):,} questions, verifier {verifiers}; "
             f"{self.last_step:,} steps of {args.questions} questions x {args.samples} samples, "
             f"up to {args.max_new_tokens:,} tokens; learning rate {args.lr:g}"
         )
-        say(f"{model}: {actor.num_parameters():,} parameters, {ranks} x {actor.device.type}")
+        say(f"{model}: {actor.num_parameters():,} parameters{lora}, {ranks} x {actor.device.type}")
         say(f"{memory}\nfiles: {self.out}")
+        if args.questions > len(problems):
+            say(f"--questions {args.questions} is more than there are: a step repeats some")
+        if not args.eval_dataset:
+            say("no --eval-dataset: pass@1 is not measured")
 
     def evaluated(self, step, summary, lines):
         """Write and print an evaluation of a step's weights, and one of its samples."""
@@ -132,4 +158,8 @@ class RunLog:
         if self.args.eval_dataset:
             lines = samples.read_lines(self.out)
             samples.say_pass_at_1(samples.sample_table(lines), "the run's own verifier")
+            # The first half is from before training. Both halves have the same random numbers.
+            pairs = zip(lines, lines[len(lines) // 2 :])
+            equal = [a == b for before, now in pairs for a, b in zip(before["texts"], now["texts"])]
+            print(f"  {sum(equal)} of {len(equal)} samples are equal to those before training")
             samples.say_grade(lines, self.out)

@@ -1,6 +1,7 @@
 """Runs of days: several ranks, kills, signals, full disks, gradients that are not finite."""
 
 import itertools
+import math
 import os
 import random
 import re
@@ -35,12 +36,23 @@ from transformers import AutoModelForCausalLM
 
 import train
 from engine import policy
-from engine.checkpoints import load_checkpoint, save_checkpoint
+from engine.checkpoints import load_checkpoint, mark_of, save_checkpoint
+from engine.load import load
+from engine.lora import LoraPolicy
 from reward_functions import REWARDS, Judged, Reward
 from rloo import TrainingRow, update
 from runtime import report
-from runtime.files import LOGS, checkpoints, read_config, read_rows, to_jsonl
-from runtime.ranks import seed_everything
+from runtime.cli import InputError
+from runtime.files import (
+    LOGS,
+    append_rows,
+    checkpoints,
+    read_config,
+    read_rows,
+    remove_partial,
+    to_jsonl,
+)
+from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from tasks.data import in_epochs, load_problems
 
 # -------------------------------------------------------------------------------------------- ranks
@@ -135,6 +147,93 @@ def test_a_run_without_its_checkpoints_keeps_its_logs(script, finished_run, stop
     assert before == {name: (stopped_run / f"{name}.old").read_text() for name in LOGS}
 
 
+def test_one_process_needs_no_interface(monkeypatch):
+    """A cluster's profile may name interfaces for all of its jobs."""
+    dist.destroy_process_group()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    init_ranks()
+    assert all_gather([1, 2]) == [1, 2]
+
+
+# ----------------------------------------------------------------------------- a run's directory
+
+
+def fail(*args):
+    raise InputError("it fails here")
+
+
+def test_a_start_that_fails_can_be_made_again(script, quick, monkeypatch):
+    """Before config.json is there, as a new run, and afterwards with --resume."""
+    for owner, name in (train, "check_training"), (report.RunLog, "open_logs"):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            code, _, err = script(train, f"{quick} --steps 1 --out run")
+        assert code == 2 and "it fails here" in err, err
+    code, _, err = script(train, "--out run --resume")
+    assert code == 0 and [line["step"] for line in steps_of(Path("run"))] == [1], err
+
+
+def test_the_model_that_began_a_run(script, quick, toy_model_dir, monkeypatch):
+    """A checkpoint has the weights. Before the first one another --model is refused."""
+    other = shutil.copytree(toy_model_dir, "other")
+    model = AutoModelForCausalLM.from_pretrained(other)
+    model.model.norm.weight.data += 1
+    model.save_pretrained(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "Stop", fail)
+        assert script(train, f"{quick} --steps 1 --out run")[0] == 2
+    code, _, err = script(train, "--out run --resume --model other")
+    assert code == 2 and re.search("since base was ([0-9a-f]+) and is (?!\\1)[0-9a-f]+: keep", err)
+    for flags in "", "--model other --steps 2":
+        code, _, err = script(train, f"--out run --resume {flags}")
+        assert code == 0 and f"{toy_model_dir}: " in err, err
+        config = read_config("run")
+        assert config["flags"]["model"] == str(toy_model_dir)
+        assert config["base"] == mark_of(load(toy_model_dir, "cpu")[0])
+
+
+def test_a_models_config_belongs_to_its_mark(toy_model_dir):
+    """Not where its files are, or in which type they are loaded."""
+    model, marks = load(toy_model_dir, "cpu")[0], []
+    before = mark_of(model)
+    model.config.name_or_path, model.config.dtype = "elsewhere", torch.bfloat16
+    assert mark_of(model) == before
+    for name, value in ("rms_norm_eps", 1e-2), ("rope_parameters", {"rope_theta": 1e3}):
+        setattr(model.config, name, value)
+        marks.append(mark_of(model))
+    model.generation_config.eos_token_id = [0]
+    assert len({before, *marks, mark_of(model)}) == 4
+
+
+def test_the_wrong_directory_gets_the_right_one(script, finished_run, toy_model_dir):
+    last = finished_run / "checkpoints" / "step-4"
+    for wrong in last, last / "training", finished_run / "checkpoints":
+        code, _, err = script(train, f"--resume --out {wrong}")
+        assert code == 2 and f"; the run is {finished_run}" in err.splitlines()[-1], err
+    code, _, err = script(train, f"--resume --out {toy_model_dir}")
+    assert code == 2 and "expected an object with flags (" in err.splitlines()[-1], err
+
+
+def test_a_directory_with_what_is_the_file_systems_is_new(tmp_path):
+    for name in ".nfs0001", ".snapshot", "lost+found", "lock", "warm-start":
+        (tmp_path / name).mkdir() if name != "lock" else (tmp_path / name).touch()
+    assert open_run_directory(tmp_path, "name") == tmp_path
+    (tmp_path / "mine").touch()
+    with pytest.raises(InputError, match="is not empty"):
+        open_run_directory(tmp_path, "name")
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_rows_are_appended_on_lines_of_their_own(tmp_path, end):
+    """An editor may leave no end of line behind."""
+    path = tmp_path / "grades.jsonl"
+    append_rows(path, [{"row": 1}])
+    path.write_text(path.read_text().rstrip() + end)
+    append_rows(path, [{"row": 2}, {"row": 3}])
+    assert path.read_text() == '{"row": 1}\n{"row": 2}\n{"row": 3}\n'
+
+
 # --------------------------------------------------------------------------------- kills and stops
 
 
@@ -142,11 +241,10 @@ def test_a_run_without_its_checkpoints_keeps_its_logs(script, finished_run, stop
 def test_a_killed_run_equals_one_that_never_was(tmp_path, quick, finished_run, device):
     """Killed at a random moment, and inside a save. On a GPU sums may round in another order."""
     run, arguments = tmp_path / "run", f"{quick} --steps 4 --save-every 1 --out run"
-    partial = run / "checkpoints" / "partial"
-    for kill_after, delay in (run / "config.json", 0.6), (partial, 0.02):
-        shutil.rmtree(partial, ignore_errors=True)
+    for kill_after, delay in ("config.json", 0.6), ("checkpoints/partial-*", 0.02):
+        remove_partial(run)
         process = start(run_in, tmp_path, train.main, arguments, device=device)
-        while process.is_alive() and not kill_after.exists():
+        while process.is_alive() and not any(run.glob(kill_after)):
             time.sleep(0.001)
         time.sleep(random.uniform(0, delay))
         process.kill()
@@ -212,22 +310,28 @@ def test_an_evaluation_that_a_kill_has_cut_is_made(script, tmp_path, stopped_run
         (stopped_run / "config.json").write_text(config)
 
 
+def logs_in(run):
+    """Empty logs -> what a checkpoint notes of them."""
+    for name in LOGS:
+        (run / name).touch()
+    return dict.fromkeys(LOGS, 0) | {"due": True}
+
+
 def test_a_parameter_that_never_gets_a_gradient(tokenizer, tmp_path):
     """It has no moments, neither in a checkpoint nor when that is loaded."""
     rows, weights = [TrainingRow([5, 6, 7, 8], [0.0, 1.0, -1.0, 1.0])], []
+    logged = logs_in(tmp_path)
     for resumed in False, True:
         actor, model = tiny_model(64), tiny_model(64)
         model.unused = torch.nn.Parameter(torch.ones(8))
         model = policy.Policy(model)
         optimizer = torch.optim.AdamW(model.parameters())
         if resumed:
-            assert load_checkpoint(tmp_path, model, optimizer) == (1, True)
+            assert load_checkpoint(tmp_path, model, optimizer) == (1, logged)
         for step in range(1 + resumed, 3):
             update(model, optimizer, rows, 1e-3, 100)
             if step == 1:
-                for log in LOGS:
-                    (tmp_path / log).touch()
-                save_checkpoint(tmp_path, 1, 1, True, actor, tokenizer, model, optimizer)
+                save_checkpoint(tmp_path, 1, 1, logged, actor, tokenizer, model, optimizer)
         assert [p for p in model.parameters() if p not in optimizer.state] == [model.model.unused]
         weights.append([p.full_tensor().clone() for p in model.parameters()])
     assert all(map(torch.equal, *weights))
@@ -275,19 +379,50 @@ def test_three_skipped_updates_in_a_row_end_the_run(monkeypatch, script, tmp_pat
     assert checkpoints(tmp_path / "run")[-1][0] == 6  # nothing learned is lost
 
 
-def test_a_checkpoint_before_adams_first_step(tokenizer, tmp_path, monkeypatch):
-    """And an old checkpoint that cannot be deleted ends no run."""
-    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_a_save_before_adams_first_step_changes_nothing(tokenizer, tmp_path, lora_rank):
+    """The gradient of step 1 is not finite. The run that saves, the one that goes on from there and
+    the one that does neither are equal, to the bit."""
+    rows = [TrainingRow([5, 6, 7, 8], [0.0, 1.0, -1.0, 1.0])]
+    broken, weights = [TrainingRow([5, 6, 7, 8], [0.0, math.inf, 0.0, 0.0])], []
+    logged = logs_in(tmp_path)
+    for doing in "neither", "save", "load":
+        actor = tiny_model(64)
+        trained = LoraPolicy(actor, lora_rank, "dither", 0) if lora_rank else None
+        trained = trained or policy.Policy(tiny_model(64))
+        optimizer = policy.make_adam(trained)
+        for step in range(3):
+            if (doing, step) == ("load", 1):
+                assert load_checkpoint(tmp_path, trained, optimizer) == (1, logged)
+            update(trained, optimizer, rows if step else broken, 1e-3, 100)
+            if (doing, step) == ("save", 0):
+                save_checkpoint(tmp_path, 1, 1, logged, actor, tokenizer, trained, optimizer)
+        weights.append([p.full_tensor().clone() for p in trained.parameters()])
+        assert {state["step"].item() for state in optimizer.state.values()} == {2}
+    assert all(map(torch.equal, weights[0], weights[1]))
+    assert all(map(torch.equal, weights[0], weights[2]))
+
+
+@pytest.mark.parametrize("keeps", [".nfs0001", "adapter/.nfs0001", "training/.nfs0001"])
+def test_what_a_file_system_keeps_ends_no_run(tokenizer, tmp_path, monkeypatch, keeps):
+    """NFS keeps a file that is open somewhere, and so its directory; also after a kill."""
+    remove = shutil.rmtree
+
+    def rmtree(path, **options):
+        remove(path, **options)
+        (path / keeps).parent.mkdir(parents=True)
+        (path / keeps).touch()
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
     actor, model = tiny_model(64), policy.Policy(tiny_model(64))
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert load_checkpoint(tmp_path, model, optimizer) == (0, True)
-    for step in 1, 2, 3:
-        save_checkpoint(tmp_path, step, 1, False, actor, tokenizer, model, optimizer)
-    before = [p.full_tensor().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.data.mul_(2)
-    assert load_checkpoint(tmp_path, model, optimizer) == (3, False)
-    assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters()))
+    optimizer, logged = policy.make_adam(model), logs_in(tmp_path)
+    (tmp_path / "checkpoints" / "partial-step-3").mkdir(parents=True)
+    for step, keep in enumerate([3, 3, 3, 1, 1], start=1):
+        remove_partial(tmp_path)
+        save_checkpoint(tmp_path, step, keep, logged, actor, tokenizer, model, optimizer)
+        assert checkpoints(tmp_path)[-1][0] == step
+    assert [step for step, _ in checkpoints(tmp_path)] == [5]
+    assert load_checkpoint(tmp_path, model, optimizer) == (5, logged)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(script, stopped_run, toy_model_dir):

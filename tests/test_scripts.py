@@ -126,7 +126,7 @@ def test_an_epoch_shows_every_problem_once():
 def test_resume(script, finished_run, stopped_run):
     """From what a crash left, in a save and in an evaluation; and when there is nothing to do."""
     (stopped_run / "checkpoints" / "step-2-best").mkdir()  # the user's own
-    partial = stopped_run / "checkpoints" / "partial"
+    partial = stopped_run / "checkpoints" / "partial-step-3"
     for flags in "--keep 2", "--eval-every 3":
         partial.mkdir()
         code, out, err = script(train, f"--out run --resume {flags}")
@@ -316,7 +316,11 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
     (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* a prompt may have 1, with"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
-    (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
+    (
+        train,
+        "--model {run}",
+        r"cannot load the model .*run, expected .*/checkpoints/step-4 ",
+    ),
     (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
