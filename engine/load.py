@@ -15,7 +15,6 @@ from engine import slots
 from engine.sampling import generate, sampling_config
 from engine.tokens import vocabulary
 from runtime.cli import InputError, as_input_error, message_of, require, say
-from runtime.files import checkpoints
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SLOTS_ON = "cuda"  # the device of engine/slots.py
@@ -81,8 +80,7 @@ def rms_norm(norm, x):
 
 
 def from_pretrained(auto_class, name_or_dir, **options):
-    of_run = [path for _, path in checkpoints(name_or_dir)]  # if it is one
-    expected = ["an id on the hub, or a directory such as RUN/checkpoints/step-K", *of_run][-1]
+    expected = "an id on the hub, or a directory such as RUN/checkpoints/step-K"
     with as_input_error(f"cannot load the model {name_or_dir}, expected {expected}"):
         # Where peft is installed, the library would add the adapter to its base model, frozen.
         is_adapter = find_adapter_config_file(str(name_or_dir))

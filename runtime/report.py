@@ -30,9 +30,8 @@ def warning(numbers):
     # with half of that room a half. They have the reward 0, whatever their work is worth.
     if min(1 - numbers["answered"], numbers["truncated"]) > 0.25:
         # A model that never boxes is cut off, too, and more tokens would not help it.
-        problem = "many samples are cut off without an answer: read some. If they break off"
-        otherwise = "if they run on without a box, give the model a warm_start.py"
-        return f"{problem} amid their work, raise --max-new-tokens; {otherwise}"
+        problem = "many samples are cut off without an answer: read some. If they are on their way"
+        return f"{problem} to a box, raise --max-new-tokens; else give the model a warm_start.py"
     if numbers["answered"] < 0.02:
         return "almost no answers: the model stops without a box. Give it a warm_start.py"
     if numbers.get("grad_norm") == 0 and numbers["zero_advantage_groups"] == 1:

@@ -60,8 +60,8 @@ def test_too_few_questions_give_no_interval(capsys):
         assert table["low"].isna().all() == table["high"].isna().all() == (k < 10)
 
 
-MANY = "many samples are cut off without an answer: read some. If they break off amid their work, "
-MANY += "raise --max-new-tokens; if they run on without a box, give the model a warm_start.py"
+MANY = "many samples are cut off without an answer: read some. If they are on their way to a box, "
+MANY += "raise --max-new-tokens; else give the model a warm_start.py"
 TINY = "most groups have no reward over 1e-06: shorten or show the references"
 STOPS = "almost no answers: the model stops without a box. Give it a warm_start.py"
 WARNINGS = [  # four answers, which are cut off, rewards of those with an answer, what is said

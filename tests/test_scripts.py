@@ -249,7 +249,7 @@ def test_out_of_memory_in_a_supervised_start_names_its_batch(script, toy_model_d
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("engine.supervised.pad", full)
+    monkeypatch.setattr(f"{warm_start.finetune.__module__}.pad", full)
     Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n')
     flags = f"--model {toy_model_dir} --data demos.jsonl --out warm"
     assert "use a smaller --batch; in train.py" in script(warm_start, flags)[2]
@@ -351,7 +351,6 @@ FILES = {
     "old/config.json": '{"flags": {"reward": "cer", "steps": 4}}',
     "old/samples.jsonl": '{"R": [1.0]}\n{"log_W": [], "columns": []}\n',
     "surrogate.jsonl": '{"question": "Q?", "solution": "\\ud800 \\\\boxed{7}"}',
-    "demos.jsonl": '{"question": "Q?", "solution": "so \\\\boxed{7}"}\n',
     "adapter/adapter_config.json": '{"peft_type": "LORA"}',
 }
 FLAGS_OF = {
@@ -367,9 +366,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--dataset math500", r"cannot load math-ai/math500 from the Hugging Face hub"),
     (train, "--max-prompt-tokens 1", r"good.jsonl: no question .* a prompt may have 1, with"),
     (train, "--out good.jsonl/x", r"Not a directory: 'good.jsonl/x'"),
-    (train, "--model no", r"cannot load the model no, expected .* RUN/checkpoints/step-K"),
-    (train, "--model {run}", r"cannot load the model .*run, expected .*/run/checkpoints/step-4 "),
-    (warm_start, "--model {run} --data demos.jsonl", r"expected .*/run/checkpoints/step-4 "),
+    (train, "--model {run}", r"cannot load the model .*run, expected .* RUN/checkpoints/step-K"),
     (train, "--model adapter", r"cannot load the model adapter, .*it is an adapter .LoRA.: merge"),
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
