@@ -140,7 +140,8 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
     # Padding would be read as a part of the context, except after a completion.
     padding = tokenizer.pad_token_id
     padded = any(ids[:2] == [padding] * 2 and {*ids} > {padding} for ids in (prompt, *completions))
-    once = prompt[:1] == [padding] != [tokenizer.bos_token_id]  # some prompts begin with it rightly
+    # A tokenizer may use one token for padding and for the beginning of a text.
+    once = prompt[:1] == [padding] and padding != tokenizer.bos_token_id
     if padded or once or prompt[-1:] == [padding]:
         raise ValueError("prompt or completions are padded: pass them without padding")
     scores = score(model, tokenizer, prompt, completions, reference, M)

@@ -27,24 +27,29 @@ from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
 AT_ONCE = 8  # questions that a rank of judge.py samples before they are on the disk
+# Samples of a rank of evaluate.py: as many as engine/slots.py decodes together. Each time it waits
+# for the longest of them.
+SAMPLES_AT_ONCE = 512
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
 def sample_and_judge(
-    model, tokenizer, problems, N, tokens, names=(), judge_model=None, path=None, **sampling
+    model, tokenizer, problems, N, tokens, names=(), verifier_model=None, write=None, **sampling
 ):
     """Sample every problem N times, and judge the samples -> lines of samples.jsonl in the order of
     the problems, which the ranks share. names: the rewards to compute, of which the first is
-    also stored as "R". judge_model: see ask_judges. sampling: see engine.sampling.generate. path:
-    where the lines of some problems are appended before the next are sampled."""
+    also stored as "R". verifier_model: see ask_judges. sampling: see engine.sampling.generate.
+    write: what is called with the lines of some problems before the next are sampled. Without it
+    all are sampled together."""
     rank, world = dist.get_rank(), dist.get_world_size()
     judges = {"verifier"}.union(*(REWARDS[name].judges for name in names))
-    at_once = AT_ONCE * world if path else len(problems)
+    at_once = (AT_ONCE if names else max(1, SAMPLES_AT_ONCE // N)) * world
+    at_once = at_once if write else len(problems)
     turns, lines = range(0, len(problems), at_once), []
-    for start in cli.progress("questions", turns) if path else turns:
+    for start in cli.progress("questions", turns) if write else turns:
         mine = problems[start : start + at_once][rank::world]
         groups, batch = sample(model, tokenizer, mine, N, tokens, **sampling), []
-        judged = ask_judges(groups, judges, model, tokenizer, judge_model=judge_model)
+        judged = ask_judges(groups, judges, model, tokenizer, verifier_model=verifier_model)
         for k, of_group in enumerate(judged):
             line = group_line(of_group, index=start + rank + world * k)
             if names:
@@ -53,21 +58,21 @@ def sample_and_judge(
             batch.append(line)
         batch = sorted(all_gather(batch), key=lambda line: line["index"])
         lines += batch
-        if path:
-            append_rows(path, batch)
+        if write:
+            write(batch)
     return lines
 
 
-def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, **sampling):
-    """Sample every problem `runs` times -> (summary, a line of each problem). sampling:
-    temperature, top_p, top_k.
+def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, write=None, **sampling):
+    """Sample every problem `runs` times -> (summary, a line of each problem). write: see
+    sample_and_judge. sampling: temperature, top_p, top_k.
 
     summary: pass_at_1 (mean over questions of the share of right samples), stderr (standard error
     of that mean over questions), exact_match, answered and truncated (shares of samples), tokens
     (mean length of a completion), questions, runs.
     """
     seed_everything(seed, "evaluation")
-    sampling = dict(name="evaluation", **sampling)
+    sampling = dict(name="evaluation", write=write, **sampling)
     lines = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **sampling)
     samples = sample_table(lines).rename(columns={"verbatim": "exact_match"})
     means = samples[["exact_match", "answered", "truncated", "tokens"]].mean().to_dict()
@@ -124,11 +129,14 @@ def main():
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
         sizes = runs, args.max_new_tokens, args.seed
-        results[name], lines = evaluate(model, tokenizer, problems, *sizes, **sampling)
+
+        def write(lines, name=name):
+            append_rows(out / "samples.jsonl", [{"dataset": name} | line for line in lines])
+
+        results[name], lines = evaluate(model, tokenizer, problems, *sizes, write, **sampling)
         cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
-        # Save now, since the next data set may take hours.
         of_all += lines
-        append_rows(out / "samples.jsonl", [{"dataset": name} | line for line in lines])
+        # Save now, since the next data set may take hours.
         report = json.dumps({"flags": vars(args), "results": results}, indent=2)
         write_atomically(out / "results.json", report + "\n")
     if cli.is_rank_0():

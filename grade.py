@@ -36,12 +36,11 @@ from tasks.verifiers import plain_text
 
 AT_ONCE = 64  # answers about which a model is asked together
 KEYS = "the numbers of the right ones, Enter for none, ? to leave the question out, q to stop"
-WORD = {True: "right", False: "wrong"}
 
 # ----------------------------------------------------------------------------- samples and grades
 
 
-def draw(lines, count):
+def choose_questions(lines, count):
     """-> the samples of at most so many of the cases that all runs have, in an order that depends
     only on their text: so grades are of use with other runs, and with more questions. `place`: of
     the case; `key`: equal for answers that are equal by the verifier `text`; `known`: whether it
@@ -51,6 +50,9 @@ def draw(lines, count):
     shared = runs.index[runs == samples.run.nunique()]
     cases = sorted(shared, key=lambda case: random.Random(case).random())
     cli.require(cases, "no question is in all of these directories with the same references")
+    if left_out := len(runs) - min(count, len(cases)):
+        kept = f"--questions {count}, of those in all directories"
+        cli.say(f"{left_out} of {len(runs)} questions are left out ({kept})")
     samples["place"] = samples.case.map({case: place for place, case in enumerate(cases[:count])})
     samples = samples.dropna(subset="place").sort_values("place", kind="stable")
     samples["key"] = [*map(plain_text, samples.answers)]
@@ -64,14 +66,14 @@ def in_doubt(samples, grades=()):
     within each case. No answer is wrong, and a reference is right."""
     doubtful = samples[samples.answered & ~samples.known].sample(frac=1, random_state=0)
     doubtful = doubtful.drop_duplicates(["case", "key"]).sort_values("place", kind="stable")
-    return doubtful[[at not in grades for at in zip(doubtful.case, doubtful.key)]]
+    return doubtful.loc[[at not in grades for at in zip(doubtful.case, doubtful.key)]]
 
 
 def read_grades(path):
     """-> {(case, key): True, False, or None if the question is left out}."""
     grades = {}
-    for number, row in enumerate(read_rows(path) if path.exists() else [], start=1):
-        with cli.as_input_error(f"{path}, row {number}: expected a grade of grade.py"):
+    for row_number, row in enumerate(read_rows(path) if path.exists() else [], start=1):
+        with cli.as_input_error(f"{path}, row {row_number}: expected a grade of grade.py"):
             cli.require(row["right"] in (True, False, None), f"right is {row['right']!r}")
             cli.require(row.get("by", "you") == "you", "each grader has a file of its own")
             grades[case_of(row), plain_text(row["answer"])] = row["right"]
@@ -98,8 +100,10 @@ def by_grades(samples, grades, name):
         for sample in samples.itertuples()
     ]
     samples = samples.assign(right=right)
-    left_out = samples.case[samples.right.isna()]
-    return samples[~samples.case.isin(left_out)].astype({"right": bool})
+    undecided = samples.case[samples.right.isna()]
+    if left_out := undecided.nunique():
+        cli.say(f"{name}: {left_out} questions are left out, since an answer to each is undecided")
+    return samples[~samples.case.isin(undecided)].astype({"right": bool})
 
 
 # --------------------------------------------------------------------------------------- who grades
@@ -108,9 +112,9 @@ def by_grades(samples, grades, name):
 def by_person(todo, path):
     """Ask about the answers to each question."""
     print(f"{todo.case.nunique()} questions have answers in doubt. Type {KEYS}.")
-    for number, (_, of_case) in enumerate(todo.groupby("place"), start=1):
+    for turn, (_, of_case) in enumerate(todo.groupby("place"), start=1):
         asked = [*of_case.itertuples()]
-        print(f"\n{number} of {todo.case.nunique()}:\n{wrapped(asked[0].question)}")
+        print(f"\n{turn} of {todo.case.nunique()}:\n{wrapped(asked[0].question)}")
         print(f"reference:\n  {wrapped(' or '.join(asked[0].references), 2)}")
         for k, sample in enumerate(asked, start=1):
             print(f"{k:>4}  {wrapped(cli.shorten(' '.join(sample.answers.split()), 300), 6)}")
@@ -125,7 +129,7 @@ def by_person(todo, path):
 def ask_numbers(count):
     """-> for each of so many numbers whether it is typed, or None for all to leave the question
     out. None alone means to stop, also by Ctrl-C or at the end of a pipe."""
-    numbers = [str(number) for number in range(1, count + 1)]
+    choices = [str(k) for k in range(1, count + 1)]
     while True:
         try:
             reply = input("right: ").replace(",", " ").split()
@@ -135,8 +139,8 @@ def ask_numbers(count):
             return None
         if reply == ["?"]:
             return [None] * count
-        if {*reply} <= {*numbers}:
-            return [number in reply for number in numbers]
+        if {*reply} <= {*choices}:
+            return [choice in reply for choice in choices]
         print(f"expected {KEYS}")
 
 
@@ -146,15 +150,16 @@ def wrapped(text, indent=0):
     return "\n".join(lines).replace("\n", "\n" + " " * indent)
 
 
-def by_model(todo, path, model, prompt):
-    """Ask a model in batches, in the order of the questions. model: a pair (model, tokenizer)."""
+def by_model(todo, path, verifier_model, prompt):
+    """Ask a model in batches, in the order of the questions. An answer about which it does not
+    decide is kept as null, as a question is that you leave out."""
     for start in cli.progress("grade", range(0, len(todo), AT_ONCE), unit="batch"):
         batch, pairs = [*todo[start : start + AT_ONCE].itertuples()], []
         for sample in batch:
             reference, *others = sample.references
             problem = Problem(sample.question, reference, others=tuple(others))
             pairs.append((problem, sample.answers))
-        for sample, right, reply in zip(batch, *ask(pairs, model, prompt)):
+        for sample, right, reply in zip(batch, *ask(pairs, verifier_model, prompt)):
             save(path, sample, right, reply=reply)
 
 
@@ -182,11 +187,11 @@ def say_agreement(one, other, of_one, of_other):
     both = [at for at in of_one if None not in (of_one[at], of_other.get(at))]
     differ = [at for at in both if of_one[at] != of_other[at]]
     print(f"\n{one} and {other} agree on {len(both) - len(differ)} of {len(both)} answers")
-    for word in True, False:
-        yes = [of_other[at] for at in both if of_one[at] == word]
-        print(f"  {other} accepts {sum(yes)} of the {len(yes)} that {one} calls {WORD[word]}")
+    for right, word in (True, "right"), (False, "wrong"):
+        yes = [of_other[at] for at in both if of_one[at] == right]
+        print(f"  {other} accepts {sum(yes)} of the {len(yes)} that {one} calls {word}")
     for case, key in differ[:3]:
-        word, reference = WORD[of_one[case, key]], json.loads(case)[1][0]
+        word, reference = "right" if of_one[case, key] else "wrong", json.loads(case)[1][0]
         print(f"  {key!r:.30} for {reference!r:.30}: {one} says {word}")
 
 
@@ -203,18 +208,20 @@ def main():
     directories = [Path(each) for each in args.directories]
     prompt = args.prompt and read_prompt(args.prompt)
     lines = [line for directory in directories for line in read_lines(directory)]
-    samples = draw(lines, args.questions)
-    name, model = "grades.jsonl", None
+    samples = choose_questions(lines, args.questions)
+    name, verifier_model = "grades.jsonl", None
     if args.by != "you":
-        model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
-        mark = mark_of(model[0], prompt)  # other weights, another grader
+        verifier_model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
+        mark = mark_of(verifier_model[0], prompt)  # other weights, another grader
         name = f"grades-{Path(args.by).name}-{mark}.jsonl"
     path = Path(args.grades or directories[0] / name)
     usable = path.suffix == ".jsonl" and path.parent.is_dir()
     cli.require(usable, f"--grades {path}: expected a file .jsonl in a directory that is there")
     todo = in_doubt(samples, read_grades(path))
-    if model:
-        by_model(todo, path, model, prompt)
+    if todo.empty:
+        print("nothing is asked: no sample has an answer that is neither a reference nor graded")
+    elif verifier_model:
+        by_model(todo, path, verifier_model, prompt)
     else:
         by_person(todo, path)
     files = {path, *path.parent.glob("grades*.jsonl")}

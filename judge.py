@@ -20,9 +20,10 @@ from engine.checks import check_sampling
 from engine.load import load
 from evaluate import add_model_and_data, load_model_and_data, sample_and_judge
 from reward_functions import REWARDS, check_asked
-from runtime.files import write_atomically
+from runtime.files import append_rows, write_atomically
 from runtime.ranks import seed_everything
-from runtime.samples import brief, sample_table, say_grade
+from runtime.report import warning
+from runtime.samples import brief, sample_table, say_grade, tiny_reward_groups
 
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
@@ -53,6 +54,13 @@ def say_judgement(samples, path=None):
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
     if "asked" in names:
         print("asked can be gamed: read samples (docs/measurements.md#why-not-ask-the-model)")
+    warned = {}
+    for name in names:  # what train.py would warn of with this reward
+        tiny = tiny_reward_groups(samples, samples[name], "actor" in REWARDS[name].judges)
+        problem = warning(dict(shares, tiny_reward_groups=tiny))
+        warned.setdefault(problem, []).append(name)
+    for problem in filter(None, warned):
+        cli.say(f"warning ({', '.join(warned[problem])}): {problem}")
     return table
 
 
@@ -71,13 +79,13 @@ def judge_rewards(samples, names):
     return len(aucs), table
 
 
-def interval(of_questions, statistic=lambda drawn: drawn.mean(0)):
-    """A statistic of what each question has, and the ends of its 95% interval, by drawing questions
-    again -> three arrays. of_questions: [questions, ...]. statistic: of such an array."""
+def interval(of_questions, statistic=lambda resampled: resampled.mean(0)):
+    """A statistic of what each question has, and the ends of its 95% interval, by resampling the
+    questions -> three arrays. of_questions: [questions, ...]. statistic: of such an array."""
     count = len(of_questions)
     chosen = numpy.random.default_rng(0).integers(count, size=(2000, count))
-    drawn = numpy.array([statistic(of_questions[questions]) for questions in chosen])
-    return statistic(of_questions), *numpy.nanquantile(drawn, [0.025, 0.975], axis=0)
+    resampled = numpy.array([statistic(of_questions[questions]) for questions in chosen])
+    return statistic(of_questions), *numpy.nanquantile(resampled, [0.025, 0.975], axis=0)
 
 
 def question_aucs(answered, names):
@@ -108,25 +116,28 @@ def main():
     checks = check_sampling, check_scoring
     actor, tokenizer, datasets, out = load_model_and_data(args, 4096, "judge", *checks)
     problems = sum(datasets.values(), [])
-    judge_model, options = args.verifier_model, dict(dtype=args.dtype, sampler=args.sampler)
-    judge_model = judge_model and load(judge_model, actor.device, check_scoring, **options)
+    verifier_model, options = args.verifier_model, dict(dtype=args.dtype, sampler=args.sampler)
+    verifier_model = verifier_model and load(verifier_model, actor.device, check_scoring, **options)
     if "asked" in names:
         try:
-            check_asked(problems, judge_model or (actor, tokenizer), args.max_new_tokens)
+            check_asked(problems, verifier_model or (actor, tokenizer), args.max_new_tokens)
         except cli.InputError as reason:
             cli.say(f"asked is left out, since {reason}")
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
     sizes = args.samples, args.max_new_tokens
-    path = out / "samples.jsonl"
-    lines = sample_and_judge(actor, tokenizer, problems, *sizes, names, judge_model, path)
+
+    def write(lines):
+        append_rows(out / "samples.jsonl", lines)
+
+    lines = sample_and_judge(actor, tokenizer, problems, *sizes, names, verifier_model, write)
     if cli.is_rank_0():
         say_judgement(sample_table(lines), path=out / "judge.json")
         say_grade(lines, out)
         print(f"all samples are in {out}")
-        if drawn := [k for k, line in enumerate(lines) if line.get("columns")]:
-            print(f"to draw one: python plot.py {out} --question {drawn[0]}")
+        if with_columns := [k for k, line in enumerate(lines) if line.get("columns")]:
+            print(f"to draw one: python plot.py {out} --question {with_columns[0]}")
     dist.destroy_process_group()
 
 

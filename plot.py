@@ -1,7 +1,8 @@
 """Draw the paper's figures from the files of a run.
 
     python plot.py RUN --question K        # Fig. 2: where the rewards of one question come from
-    python plot.py RUN [RUN ...]           # learning curves; the mean and the range of the seeds
+    python plot.py RUN                     # learning curves
+    python plot.py RUN RUN --out FILE.svg  # the mean and the range of the seeds
 
 RUN is a directory that train.py wrote, or for --question judge.py. --question is the index of a
 group in samples.jsonl; 0 is the first and -1 the last. Figures are SVG unless --out has another
@@ -186,10 +187,11 @@ def main():
     parser = Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
     parser.add_argument("--question", type=int, metavar="K", help="group in samples.jsonl, from 0")
-    parser.add_argument("--out", help="output file, .svg, .png or .pdf (default: in the first RUN)")
+    parser.add_argument("--out", help="output file, .svg, .png or .pdf (default: in the RUN)")
     args = parser.parse_args()
     runs = [Path(run) for run in args.runs]
     default = "curves.svg" if args.question is None else f"question-{args.question}.svg"
+    require(args.out or len(runs) == 1, "where do curves of several runs go? --out FILE.svg")
     out = Path(args.out or runs[0] / default)
     require(out.suffix in (".svg", ".png", ".pdf"), f"--out {out}: expected .svg, .png or .pdf")
     if args.question is None:

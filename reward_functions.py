@@ -30,38 +30,38 @@ class Judged:
 
     group: Group
     scores: cer.Scores | None  # W and P, if the actor was asked
-    right: torch.Tensor | None  # [N], bool, if a verifier was asked
+    right: torch.Tensor | None = None  # [N], bool, if the question's verifier was asked, a program
+    accepted: torch.Tensor | None = None  # [N], bool, if General-verifier's model was asked
     yes: torch.Tensor | None = None  # [N], P(Yes), if a model was asked whether the answer is right
 
 
-def ask_judges(groups, judges, actor, tokenizer, M=None, judge_model=None) -> list[Judged]:
+def ask_judges(groups, judges, actor, tokenizer, M=None, verifier_model=None) -> list[Judged]:
     """Ask about each Group in a list. judges: a set of "actor", for W and P; for what is right
     "verifier", the program that the question names, or "general-verifier", by the written reply of
-    another language model; "asked", for P(Yes), of another model or of the actor. judge_model: that
-    model and its tokenizer. Each is asked once about each distinct answer to a question."""
+    another language model; "asked", for P(Yes), of another model or of the actor. verifier_model:
+    that model and its tokenizer. Each is asked once about each distinct answer to a question."""
     scores = [None] * len(groups)
     if "actor" in judges:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
         scores = [cer.score(actor, tokenizer, *each) for each in progress("score", inputs)]
     pairs = list(dict.fromkeys((g.problem, a) for g in groups for a in g.answers if a))
-    right = yes = None
+    said = {}  # by the name of the field, what was said about each pair
     if "verifier" in judges:
-        right = dict(zip(pairs, verify(pairs)))
+        said["right"] = dict(zip(pairs, verify(pairs)))
     if "general-verifier" in judges:
-        right = dict(zip(pairs, general_verifier.ask(pairs, judge_model)[0]))
+        decisions, _ = general_verifier.ask(pairs, verifier_model)
+        said["accepted"] = {pair: decided is True for pair, decided in zip(pairs, decisions)}
     if "asked" in judges:
-        yes = probability_of_yes(pairs, judge_model or (actor, tokenizer))
+        said["yes"] = probability_of_yes(pairs, verifier_model or (actor, tokenizer))
     return [
-        Judged(group, its_scores, of_samples(right, group), of_samples(yes, group))
+        Judged(group, its_scores, **{name: of_samples(of, group) for name, of in said.items()})
         for group, its_scores in zip(groups, scores)
     ]
 
 
 def of_samples(verdicts, group):
-    """What was said about the answer of each sample [N], False without an answer. None if nobody
-    was asked."""
-    if verdicts is not None:
-        return torch.tensor([verdicts.get((group.problem, a), False) for a in group.answers])
+    """What was said about the answer of each sample [N], False without an answer."""
+    return torch.tensor([verdicts.get((group.problem, a), False) for a in group.answers])
 
 
 # --------------------------------------------------------------------------------------- Yes or No
@@ -76,11 +76,12 @@ Student's answer:"""
 ASK_END = "\n\nIs the student's answer right? Yes or No?"
 
 
-def probability_of_yes(pairs, asked_model) -> dict[tuple, float]:
+def probability_of_yes(pairs, verifier_model) -> dict[tuple, float]:
     """P(Yes) / (P(Yes) + P(No)) of the next token, for each of some distinct pairs (problem,
-    answer) -> {pair: P}. asked_model: (model, tokenizer). One forward pass, nothing is generated.
-    What the answers to a question share is read once, if their pairs lie side by side."""
-    model, tokenizer = asked_model
+    answer) -> {pair: P}. verifier_model: (model, tokenizer). One forward pass, nothing is
+    generated. What the answers to a question share is read once, if their pairs lie side by side.
+    """
+    model, tokenizer = verifier_model
     yes, no = decision_tokens(tokenizer)
     of_problems = [[*of_one] for _, of_one in itertools.groupby(pairs, key=lambda pair: pair[0])]
     P = {}
@@ -116,11 +117,11 @@ def decision_tokens(tokenizer):
 
 
 @torch.no_grad()
-def check_asked(problems, asked_model, max_new_tokens):
+def check_asked(problems, verifier_model, max_new_tokens):
     """InputError if a model cannot be asked about these problems, with answers of at most
     max_new_tokens. If it would write something else than Yes or No about the references of the
     first ones, a line says so."""
-    model, tokenizer = asked_model
+    model, tokenizer = verifier_model
     cannot, decisions = "this model cannot be asked", decision_tokens(tokenizer)
     require(all(decisions), f"{cannot}: its tokenizer begins Yes and No with the same token")
     with as_input_error(cannot):
@@ -150,8 +151,14 @@ def exact_match(judged):
 
 
 def verdict(judged):
-    """1 where the verifier accepts the answer: a program, or General-verifier's model."""
+    """1 where the question's verifier, a program, accepts the answer."""
     return judged.right.float()
+
+
+def written_verdict(judged):
+    """1 where General-verifier's model accepts the answer. A reply that decides nothing, which
+    grade.py leaves out, is 0 here, since training needs a number."""
+    return judged.accepted.float()
 
 
 def verifree(judged):
@@ -205,7 +212,7 @@ REWARDS = {
     "rule": Reward(verdict, {"verifier"}),
     "rule+cer": Reward(mean_of(verdict, conditional_expectation), {"verifier", "actor"}),
     "verifree": Reward(verifree, {"actor"}, verifree_rows),
-    "general-verifier": Reward(verdict, {"general-verifier"}),
+    "general-verifier": Reward(written_verdict, {"general-verifier"}),
     "overlap": Reward(overlap, set()),
     "overlap+cer": Reward(mean_of(overlap, conditional_expectation), {"actor"}),
     "asked": Reward(asked, {"asked"}),

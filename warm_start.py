@@ -59,13 +59,15 @@ def main():
     with cli.as_input_error(f"cannot save {out}"):
         export(model, tokenizer, out)
     print(f"final loss {loss:.3f}; next: python judge.py --model {out} --dataset FILE")
+    longest = 1 + max(len(solution) for _, solution in pairs)  # with its end-of-text token
+    print(f"--max-new-tokens: at least {longest}, as many as the longest demonstration has")
 
 
 def read_demonstrations(path):
     """-> list[Problem], each with the whole solution as its reference."""
     demonstrations = []
-    for number, row in enumerate(read_rows(path), start=1):
-        with cli.as_input_error(f"{path}, row {number}"):
+    for row_number, row in enumerate(read_rows(path), start=1):
+        with cli.as_input_error(f"{path}, row {row_number}"):
             solution = row.get("solution")
             boxed = isinstance(solution, str) and split_answer(solution)
             cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")

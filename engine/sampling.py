@@ -10,17 +10,19 @@ from runtime.cli import progress
 
 
 def sampling_config(temperature=1.0, top_p=1.0, top_k=0, **settings):
-    """The defaults are the model's own distribution. temperature=0 is greedy, top_k=0 keeps all."""
+    """The defaults are the model's own distribution. temperature=0 is greedy, top_k=0 keeps all.
+    generate() adds the model's stop tokens, unless settings have others."""
     if temperature > 1e-4:  # below, logits / temperature would overflow, and sampling is greedy
         settings |= dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    return GenerationConfig(**settings)  # generate() adds the model's stop tokens
+    return GenerationConfig(**settings)
 
 
 def generate(model, prompts, max_new_tokens, name="sample", stops=None, **settings):
     """Sample a completion of each prompt (a list of ids) -> (lists of ids, each up to and including
     its first stop token; for each the mean entropy of the next token under the model, in nats).
-    A completion ends early where the model has no more positions. name: of the progress bar. stops:
-    in place of the model's stop tokens. settings: see sampling_config; and piece, see below.
+    A completion ends early where the model has no more positions, and is empty where the prompt
+    leaves none. name: of the progress bar. stops: in place of the model's stop tokens. settings:
+    see sampling_config; and piece, see below.
 
     Rows grow by a piece of some hundred tokens, so that those that have ended make room for others.
     Who samples a piece is generate_pieces, or slots.sample_pieces if choose_sampler has set it.
@@ -29,7 +31,7 @@ def generate(model, prompts, max_new_tokens, name="sample", stops=None, **settin
     actor's, and its seed where seed_everything sets torch's. It may return no entropies ([]).
     """
     most = positions(model)
-    rows = [Row(prompt, max(1, min(max_new_tokens, most - len(prompt)))) for prompt in prompts]
+    rows = [Row(prompt, max(0, min(max_new_tokens, most - len(prompt)))) for prompt in prompts]
     stops = model.generation_config.eos_token_id if stops is None else stops
     bar = progress(name, unit=" tokens", unit_scale=True)
     sample_pieces = getattr(model, "sample_pieces", None) or generate_pieces
@@ -40,7 +42,7 @@ def generate(model, prompts, max_new_tokens, name="sample", stops=None, **settin
         bar.set_description_str(f"{name}: {finished}/{len(rows)} samples finished", refresh=False)
     bar.close()
     completions = [row.ids[len(prompt) :] for row, prompt in zip(rows, prompts)]
-    return completions, [row.entropy / len(ids) for row, ids in zip(rows, completions)]
+    return completions, [row.entropy / max(1, len(ids)) for row, ids in zip(rows, completions)]
 
 
 class Row:
@@ -63,7 +65,7 @@ def generate_pieces(model, rows, stops, bar, piece=512, **settings):
     """Sample with Hugging Face's generate() -> for each piece the rows that have grown, their new
     tokens and the entropies of these. The rows of a piece are the shortest unfinished ones, as many
     as fit in memory. They are read again. This costs one forward pass, but no KV cache is kept."""
-    budget = bytes_that_fit(model)
+    budget, settings = bytes_that_fit(model), settings | {"eos_token_id": stops}
     while unfinished := [row for row in rows if row.room > 0]:
         batch = next(batches(unfinished, lambda row: row_bytes(model, len(row.ids), piece), budget))
         more = min(piece, max(row.room for row in batch))

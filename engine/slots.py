@@ -33,6 +33,7 @@ def sample_pieces(model, rows, stops, bar, piece=128, **settings):
             yield batch, *decode(slots, batch, more, stops, draw, bar)
     finally:
         model.set_attn_implementation("sdpa")
+    del slots  # and with it the keys and values
     torch.cuda.empty_cache()  # otherwise the memory of the last graph stays reserved
 
 

@@ -50,6 +50,11 @@ def message_of(error):
     return " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
 
 
+# What may be made smaller where memory ends: of the first of these functions that is running.
+SMALLER = {"ask": "prompt", "generate": "--max-new-tokens", "ask_judges": "--max-new-tokens"}
+SMALLER |= {"update": "--microbatch-tokens", "finetune": "--batch"}
+
+
 def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
     be used and a GPU out of memory become one line on stderr and exit code 2. So does Ctrl-C, with
@@ -73,8 +78,9 @@ def run_script(main):
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        flag = "--questions" if "sampling.py" in traceback.format_exc() else "--microbatch-tokens"
-        message = f"{error}: use fewer tokens at a time (in train.py a smaller {flag})"
+        functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        what = next((SMALLER[name] for name in SMALLER if name in functions), "model")
+        message = f"{error}: use a smaller {what}; in train.py also --lora or --cpu-offload"
     print(f"{Path(sys.argv[0]).name}: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 

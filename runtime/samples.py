@@ -40,8 +40,9 @@ def group_line(judged, **more):
     }
     if group.entropies:
         line["entropies"] = group.entropies
-    if judged.right is not None:
-        line["right"] = judged.right.tolist()
+    right = judged.accepted if judged.right is None else judged.right
+    if right is not None:
+        line["right"] = right.tolist()
     if scores:
         line |= {"distinct_answers": scores.distinct_answers, "columns": scores.columns}
         for name in "log_W", "log_references", "log_P":
@@ -53,9 +54,9 @@ def sample_table(lines):
     """Lines of group_line -> a DataFrame with a row for each sample, and a column for each reward.
     `line` is the number of its line, and `case` what it answers: a question and its references."""
     rows = []
-    for number, line in enumerate(lines):
+    for line_number, line in enumerate(lines):
         own = {name: line.get(name) for name in ("run", "question", "references")}
-        own |= {"line": number, "case": case_of(line), "scored": "log_W" in line}
+        own |= {"line": line_number, "case": case_of(line), "scored": "log_W" in line}
         lists = {name: line[name] for name in OF_SAMPLES if name in line} | line.get("rewards", {})
         for values in zip(*lists.values()):
             row = own | dict(zip(lists, values))
@@ -76,9 +77,6 @@ def of_questions(samples):
 def of_step(samples):
     """What a line of metrics.jsonl says of the samples of a step."""
     answered, by_line = samples[samples.answered], samples.line
-    best = samples.R.groupby(by_line).max()
-    # Where an actor gives every answer a reward of exactly 0, it is too small for fp32.
-    is_reward = (best > 0) | (samples.answered & samples.scored).groupby(by_line).any()
     numbers = {
         "reward": samples.R.mean(),
         "exact_match": samples.verbatim.mean(),
@@ -89,12 +87,21 @@ def of_step(samples):
         "solution_tokens": samples.solution_tokens.mean(),
         "completion_tokens": samples.tokens.mean(),
         "zero_advantage_groups": (samples.A == 0).groupby(by_line).all().mean(),
-        "tiny_reward_groups": ((best < TINY) & is_reward).mean(),
+        "tiny_reward_groups": tiny_reward_groups(samples, samples.R, samples.scored),
     }
     for name, column in ("entropy", "entropies"), ("right", "right"):
         if column in samples:
             numbers[name] = samples[column].mean()
     return {name: float(value) for name, value in numbers.items()}
+
+
+def tiny_reward_groups(samples, R, scored):
+    """The share of groups in which no sample receives a reward to speak of. R: of each sample.
+    scored: whether an actor gives it."""
+    best = R.groupby(samples.line).max()
+    # Where an actor gives every answer a reward of exactly 0, it is too small for fp32.
+    is_reward = (best > 0) | (samples.answered & scored).groupby(samples.line).any()
+    return ((best < TINY) & is_reward).mean()
 
 
 # ----------------------------------------------------------------------------------------- in words
@@ -114,6 +121,8 @@ def with_error(mean, error):
 def read_lines(directory):
     """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
     of a training run. Of these the first and the last are read."""
+    place, run = directory.resolve().parent, directory.parent.parent
+    require(place.name != "checkpoints", f"{directory} is a checkpoint: name its run, {run}")
     is_run = (directory / "config.json").exists()
     lines = read_rows(directory / ("evaluations.jsonl" if is_run else "samples.jsonl"))
     require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")

@@ -26,21 +26,23 @@ incorrect, output "Final Decision: No". Assistant:"""
 
 
 def ask(pairs, verifier_model, prompt=None):
-    """(problem, answer) pairs -> whether each is right, list of bool, and the replies, by greedy
-    decoding. A reply that holds no decision, or does not end, counts as No. verifier_model: (model,
-    tokenizer). prompt: another wording with {question}, {reference} and {answer}, which goes
-    through the model's chat template."""
+    """(problem, answer) pairs -> whether each is right, and the replies, by greedy decoding. It is
+    None if the reply holds no decision or does not end, or if the prompt fills all positions of the
+    model, so that the reply is empty. verifier_model: (model, tokenizer). prompt: another wording
+    with {question}, {reference} and {answer}, which goes through the model's chat template."""
     model, tokenizer = verifier_model
     prompts = [encode(tokenizer, pair, prompt) for pair in pairs]
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
     stops = model.generation_config.eos_token_id
     replies = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
-    ended = [ids[-1] in stops for ids in outputs]
+    ended = [any(token in stops for token in ids[-1:]) for ids in outputs]
     decisions = [decision(reply) if end else None for reply, end in zip(replies, ended)]
     if undecided := [reply for reply, decided in zip(replies, decisions) if decided is None]:
         count = f"{len(undecided)} of {len(replies)} replies hold no decision"
-        say(f"the verifier's model: {count}, such as {shorten(undecided[0], 200)!r}")
-    return [decided is True for decided in decisions], replies
+        too_long = f"{outputs.count([])} prompts are too long for it"
+        example = shorten(max(undecided, key=len), 200)
+        say(f"the verifier's model: {count} ({too_long}), such as {example!r}")
+    return decisions, replies
 
 
 def read_prompt(path: str) -> str:

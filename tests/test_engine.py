@@ -423,11 +423,29 @@ def test_one_long_prompt_shortens_no_other_sample(tokenizer):
     model.generation_config.eos_token_id = [tokenizer.pad_token_id]  # hardly ever sampled
     prompts = [[9] * 4, [9] * 60, [9] * 70]
     lengths = [len(ids) for ids in generate(model, prompts, 16, temperature=0)[0]]
-    assert lengths == [16, 4, 1]
+    assert lengths == [16, 4, 0]  # the last prompt has more tokens than the model positions
 
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 LETTER = f"Which?\nA: x\n{BOXED} Please only provide the letter of the answer in the box."
+
+
+def test_other_stops_are_in_place_of_the_models(tokenizer):
+    """No row ends and none is padded, where the model has a stop that only one of them writes."""
+    model, prompts, greedy = tiny_model(len(tokenizer)), [[5, 6], [90, 91]], []
+    model.tokenizer_size = len(tokenizer)
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(12):  # by plain passes
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+        greedy.append(ids[2:])
+    one, other = greedy
+    stop = next(token for token in one[2:] if token not in other)
+    model.generation_config = GenerationConfig(eos_token_id=[stop], pad_token_id=stop)
+    ended = one[: 1 + one.index(stop)]
+    assert len(ended) < 12
+    for stops, expected in ([], greedy), (None, [ended, other]):
+        assert generate(model, prompts, 12, stops=stops, temperature=0)[0] == expected
 
 
 def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):

@@ -90,6 +90,48 @@ def test_it_asks_only_what_is_in_doubt(user):
     assert f"  b: {by_hand(b)}\n  a: {by_hand(a)}" in turned and "reference:" not in turned
 
 
+@pytest.mark.parametrize("by", ["you", "M"])
+@pytest.mark.parametrize("answers, mean", [([None, ""], "0"), (["14", "0."], "1")])
+def test_where_nothing_is_in_doubt_it_says_so_and_prints_the_numbers(
+    user, model_says, answers, mean, by
+):
+    """Nothing is boxed, or every answer is a reference."""
+    asked = model_says(0)
+    write("a", {"Q0?": answers})
+    code, out = user(f"a --by {by}")
+    assert code == 0 and out.startswith("nothing is asked: no sample has an answer that"), out
+    assert f"\n  a: pass@1 {mean}\n" in out and not asked.called and "in doubt" not in out
+
+
+def test_it_says_how_many_questions_it_leaves_out(user):
+    write("a", A | CLEAR)
+    write("b", B)
+    says = "{} of {} questions are left out (--questions {}, of those in all directories)\n".format
+    for flags, left_out, of, count in ("a", 8, 10, 2), ("a b", 8, 11, 50), ("a b", 9, 11, 2):
+        code, out = user(f"{flags} --questions {count}", replies="q\n")
+        assert code == 0 and says(left_out, of, count) in out, out
+    assert "are left out (--questions" not in user("b", replies="q\n")[1]
+
+
+def test_an_answer_about_which_a_model_does_not_decide_is_not_wrong(user, model_says):
+    """Its question is left out of the numbers, and counted. The model is not asked again."""
+    write("a", {"Q0?": ["mother", "x"], "Q2?": ["y", "z"], "Q3?": ["9", "9"]})
+    decided, asked = {"y": True, "z": False}, model_says(0)
+    asked.side_effect = lambda pairs, *_: ([decided.get(a) for _, a in pairs], ["?"] * len(pairs))
+    for calls in 1, 1:
+        code, out = user("a --by M")
+        assert code == 0 and asked.call_count == calls, out
+        assert re.search(r"-M-.*jsonl: 1 questions are left out, since an answer to each", out)
+        assert re.search(r"\n2 questions, what is right by a/grades-M.*\n  a: pass@1 .75 ±", out)
+    [path] = Path("a").glob("grades-M-*.jsonl")
+    assert {row["answer"]: row["right"] for row in read_rows(path)} == {
+        "mother": None,
+        "x": None,
+        "y": True,
+        "z": False,
+    }
+
+
 def test_it_goes_on_where_it_stopped(user):
     """What is typed wrong is asked again. Of what comes after the stop nothing counts, not even
     Q3, where nothing is in doubt. With other runs and another K the order is the same."""
@@ -163,13 +205,13 @@ def test_scripts_name_it_where_the_truth_is_text(script, quick, toy_model_dir):
             assert code == 0 and ("python grade.py" in out) == named, err
 
 
-def test_a_model_grades(user, toy_model_dir, monkeypatch):
+def test_a_model_grades(user, long_model_dir, monkeypatch):
     """A tiny one, which decides nothing, in the same order and with the same shortcuts as you."""
     write("a", A | CLEAR)
     write("b", B | CLEAR)
     monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 8)
     monkeypatch.setattr(grade, "AT_ONCE", 2)
-    code, out = user(f"a b --by {toy_model_dir}")
+    code, out = user(f"a b --by {long_model_dir}")
     assert code == 0 and out.count("2 of 2 replies hold no decision") == 2, out
     [path] = Path("a").glob("grades-model-??????.jsonl")
     rows = read_rows(path)
@@ -177,7 +219,7 @@ def test_a_model_grades(user, toy_model_dir, monkeypatch):
     assert not any(row["right"] for row in rows) and all(row["reply"] for row in rows)
     asked = mock.Mock(side_effect=grade.ask)
     monkeypatch.setattr(grade, "ask", asked)
-    assert user(f"a b --by {toy_model_dir}")[0] == 0 and not asked.called  # all is in the file
+    assert user(f"a b --by {long_model_dir}")[0] == 0 and not asked.called  # all is in the file
 
 
 @pytest.fixture
@@ -242,7 +284,8 @@ def test_the_verifier_is_read_on_the_rows_that_are_graded(user):
     rows = [row | {"right": [True, False]} for row in read_rows("a/samples.jsonl")]
     rows.append(rows[0] | {"references": ["other"], "right": [False, False]})
     Path("a/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    order = grade.in_doubt(grade.draw([row | {"run": "a"} for row in rows], 9)).case.unique()
+    samples = grade.choose_questions([row | {"run": "a"} for row in rows], 9)
+    order = grade.in_doubt(samples).case.unique()
     code, out = user("a", replies="".join("?\n" if "other" in case else "\n" for case in order))
     assert code == 0 and f"2 {BY_YOU}:\n  a: pass@1 0 ± 0\n" in out
     assert "2 questions, what is right by the run's own verifier:\n  a: pass@1 .5 ± 0\n" in out
@@ -252,6 +295,7 @@ GRADE = {"question": "Q3?", "references": ["9"], "answer": "v"}
 REFUSED = [  # flags, what the line says
     ("a c", "grade.py: no question is in all of these directories with the same references"),
     ("empty", "empty has no evaluation"),
+    ("r/checkpoints/step-4", "r/checkpoints/step-4 is a checkpoint: name its run, r"),
     ("a --grades g.parquet", "--grades g.parquet: expected a file .jsonl"),
     ("a --grades b/c/g.jsonl", "in a directory that is there"),
     ("a --by M --prompt few.txt", "few.txt needs {question}, {reference}"),

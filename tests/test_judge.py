@@ -48,16 +48,42 @@ def test_too_few_questions_give_no_interval(capsys):
     wrong or all right. Nothing warns, and none says nan."""
     for k, others in itertools.product((0, 1, 9, 10), (False, True)):
         lines = []
-        for number in range(12):
-            line = {"question": f"{number}?", "references": ["a"], "answers": ["a", "b", "c"]}
+        for place in range(12):
+            line = {"question": f"{place}?", "references": ["a"], "answers": ["a", "b", "c"]}
             line["truncated"] = [False] * 3
-            line["right"] = [True, False, False] if number < k else [others] * 3
-            lines.append(line | {"rewards": {"cer": [0.4, 0.1 + 0.04 * number, 0.0]}})
+            line["right"] = [True, False, False] if place < k else [others] * 3
+            lines.append(line | {"rewards": {"cer": [0.4, 0.1 + 0.04 * place, 0.0]}})
         table = judge.say_judgement(sample_table(lines))
         printed = capsys.readouterr()
         assert f"{k} questions have both" in printed.out and printed.err == ""
         assert "nan" not in printed.out and (table["AUC"].isna().all()) == (k == 0)
         assert table["low"].isna().all() == table["high"].isna().all() == (k < 10)
+
+
+MANY = "many samples are cut off without an answer: read some. If they are on their way to a box, "
+MANY += "raise --max-new-tokens; else give the model a warm_start.py"
+TINY = "most groups have no reward over 1e-06: shorten or show the references"
+STOPS = "almost no answers: the model stops without a box. Give it a warm_start.py"
+WARNINGS = [  # four answers, which are cut off, rewards of those with an answer, what is said
+    ([None] * 4, [True] * 4, 0.5, {MANY: "cer, exact"}),
+    ([None] * 4, [False] * 4, 0.5, {STOPS: "cer, exact"}),
+    (["a", "b", None, None], [False, False, True, True], 0.5, {MANY: "cer, exact"}),
+    (["a", "b", "c", None], [True] * 4, 0.5, {}),  # a base model writes on after its box
+    (["a", "b", "c", "d"], [False] * 4, 1e-29, {TINY: "cer"}),
+    (["a", "b", None, None], [False, False, True, True], 1e-29, {TINY: "cer", MANY: "exact"}),
+]
+
+
+@pytest.mark.parametrize("answers, truncated, reward, says", WARNINGS)
+def test_it_warns_as_training_does(capsys, answers, truncated, reward, says):
+    """Of each cause once, with the rewards that it concerns. `exact` gives 0 to all answers, which
+    is no underflow."""
+    line = {"question": "Q?", "references": ["x"], "answers": answers, "truncated": truncated}
+    line |= {"right": [False] * 4, "log_W": []}
+    line["rewards"] = {"cer": [reward * bool(a) for a in answers], "exact": [0.0] * 4}
+    judge.say_judgement(sample_table([line]))
+    said = [f"warning ({names}): {problem}\n" for problem, names in says.items()]
+    assert capsys.readouterr().err == "".join(said)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -88,8 +114,8 @@ def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatc
     monkeypatch.setattr(evaluate, "AT_ONCE", 2)
     score = mock.Mock(side_effect=cer.answer_logprobs)
     monkeypatch.setattr(cer, "answer_logprobs", score)
-    written = mock.Mock(side_effect=evaluate.append_rows)
-    monkeypatch.setattr(evaluate, "append_rows", written)
+    written = mock.Mock(side_effect=judge.append_rows)
+    monkeypatch.setattr(judge, "append_rows", written)
     code, _, err = script(judge, flags)
     assert code == 0 and [len(call.args[1]) for call in written.call_args_list] == [2, 2, 1], err
     assert score.call_count == 5

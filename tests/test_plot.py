@@ -78,6 +78,15 @@ def test_learning_curves_join_the_seeds(script, figures):
     assert list(pass_at_1.lines[0].get_xdata()) == [0, 2, 4]
 
 
+def test_curves_of_several_runs_do_not_replace_those_of_the_first(script):
+    for name in "a", "b":
+        write_run(name, [{"step": 1, "reward": 0.1}], [])
+    Path("a/curves.svg").write_text("mine")
+    code, _, err = script(plot, "a b")
+    assert (code, err) == (2, "plot.py: where do curves of several runs go? --out FILE.svg\n")
+    assert Path("a/curves.svg").read_text() == "mine"
+
+
 def test_runs_are_named_by_the_flags_in_which_they_differ(script):
     write_run("a", [], [], model="m", steps=200, seed=0)
     write_run("b", [], [], model="m", steps=None, seed=1)

@@ -20,7 +20,7 @@ WARNINGS = [
     ({}, "None"),
     ({"grad_norm": float("nan")}, "so no weight changed; .* lower --lr"),
     ({"zero_advantage_groups": 1.0}, "None"),  # VeriFree teaches the reference all the same
-    ({"answered": 0.0, "truncated": 0.9}, "samples are cut off: raise --max-new-tokens"),
+    ({"answered": 0.0, "truncated": 0.9}, "read some. .* raise --max-new-tokens; .* warm_start"),
     ({"answered": 0.01}, "stops without a box. Give it a warm_start.py"),
     ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, "so this step had no gradient"),
     ({"tiny_reward_groups": 0.6}, "no reward over 1e-06: shorten"),
@@ -93,7 +93,7 @@ def test_a_run_that_learns_nothing_says_so(script, quick, long_model_dir):
     assert code == 0, err
     assert "change 0\n" in out and "nan" not in out  # one question has no standard error
     assert "\n  2 of 2 samples are equal to those before training\n" in out
-    assert "warning at step 1: almost no answers, and most samples are cut off: raise" in err
+    assert "warning at step 1: many samples are cut off without an answer: read some." in err
     assert "warning at step 2" not in err  # once is enough
 
 

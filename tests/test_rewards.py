@@ -107,11 +107,22 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     groups = [group_of(tokenizer, of, "14", "math") for of in (texts[:4], texts[4:])]
     judged = ask_judges(groups, {"verifier"}, None, None)
     assert R_by_name("rule", judged).tolist() == [[1, 0, 0, 0], [0] * 4] and program.call_count == 2
-    judged = ask_judges(groups, {"general-verifier"}, None, None, judge_model="model")
+    judged = ask_judges(groups, {"general-verifier"}, None, None, verifier_model="model")
     assert R_by_name("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
-    assert all(of_group.right.dtype == torch.bool for of_group in judged)
+    assert all(of_group.accepted.dtype == torch.bool for of_group in judged)
+    assert group_line(judged[0])["right"] == [False, True, False, True]
+    both = ask_judges(groups[:1], {"verifier", "general-verifier"}, None, None)[0]
+    assert both.right.tolist() == [True, False, False, False]
+    assert both.accepted.tolist() == [False, True, False, True]
+
+
+def test_a_reply_that_decides_nothing_is_0_as_a_reward(tokenizer, monkeypatch):
+    monkeypatch.setattr(general_verifier, "ask", lambda pairs, _: ([None, True], ["...", "..."]))
+    groups = [group_of(tokenizer, [r"\boxed{1}", r"\boxed{2}", "3"], "14")]
+    judged = ask_judges(groups, {"general-verifier"}, None, None)
+    assert R_by_name("general-verifier", judged).tolist() == [[0, 1, 0]]
 
 
 def test_exact_match_composes_accents_on_both_sides(tokenizer):
@@ -263,7 +274,7 @@ def test_asking_is_a_plain_pass_over_each_prompt(qwen_tokenizer, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(model.model, "forward", passes)
             R = R_by_name("asked", ask_judges(groups, {"asked"}, model, tokenizer))
-        of_other = ask_judges(groups, {"asked"}, None, None, judge_model=(model, tokenizer))
+        of_other = ask_judges(groups, {"asked"}, None, None, verifier_model=(model, tokenizer))
         assert torch.equal(R_by_name("asked", of_other), R)
         sizes = [list(call.kwargs["input_ids"].shape) for call in passes.call_args_list]
         assert [rows for rows, _ in sizes] == [1, 4, 1, 4]  # the shared part, four answers
@@ -342,9 +353,28 @@ def test_the_verifier_is_asked_greedily_and_special_names_are_text(tokenizer, mo
     problem = data.Problem("{answer}", "<eos>", others=("{b}",))
     pairs = [(problem, "{question}")] * len(DECISIONS)
     verdicts, replies = general_verifier.ask(pairs, (model, tokenizer))
-    assert verdicts == [x is True for x in DECISIONS.values()] and replies == [*DECISIONS]
+    assert verdicts == [*DECISIONS.values()] and replies == [*DECISIONS]
     undecided = [*DECISIONS.values()].count(None)
-    assert f"{undecided} of {len(DECISIONS)} replies hold no decision" in capsys.readouterr().err
+    says = f"{undecided} of {len(DECISIONS)} replies hold no decision (0 prompts are too long for"
+    assert says in capsys.readouterr().err
+
+
+def test_a_prompt_that_fills_the_models_positions_is_not_asked(tokenizer, monkeypatch, capsys):
+    """The others are, as if it were not there."""
+    monkeypatch.setattr(general_verifier, "VERIFIER_TOKENS", 4)
+    model, prompt = tiny_model(len(tokenizer)), "{question} {reference} {answer}"  # 512 positions
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id]
+    model.tokenizer_size = len(tokenizer)
+    one, long = (data.Problem(question, "14") for question in ("How many?", "many " * 600))
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = "{{ messages[0]['content'] }}"
+    [alone] = general_verifier.ask([(one, "3")], (model, plain), prompt)[1]
+    capsys.readouterr()
+    pairs = [(long, "3"), (one, "3"), (long, "4")]
+    verdicts, replies = general_verifier.ask(pairs, (model, plain), prompt)
+    assert verdicts == [None] * 3 and replies == ["", alone, ""] and alone
+    says = "3 of 3 replies hold no decision (2 prompts are too long for it), such as"
+    assert f"{says} {alone!r}" in capsys.readouterr().err
 
 
 def test_a_prompt_of_ones_own_goes_through_the_chat_template(tokenizer, monkeypatch):
@@ -361,7 +391,7 @@ def test_a_prompt_of_ones_own_goes_through_the_chat_template(tokenizer, monkeypa
     monkeypatch.setattr(general_verifier, "generate", generate)
     prompt = r"{question} {reference} {answer} \boxed{x}"
     pairs = [(data.Problem("Q", "14", others=("7",)), "{answer}<eos>")] * 2
-    assert general_verifier.ask(pairs, (model, chat), prompt)[0] == [True, False]
+    assert general_verifier.ask(pairs, (model, chat), prompt)[0] == [True, None]
     assert chat.decode(seen[0]) == r"<eos>user Q 14 or 7 {answer}<eos> \boxed{x}<eos>"
     assert seen[0].count(chat.eos_token_id) == 2  # those of the template
 

@@ -219,15 +219,40 @@ def test_a_run_resumes_after_its_files_have_moved(script, quick, toy_model_dir, 
     assert written_by(Path("run"))[2] == written_by(Path("whole"))[2]
 
 
-@pytest.mark.parametrize("part, flag", [("sample", "--questions"), ("update", "--microbatch-")])
-def test_out_of_memory_names_the_flag_that_helps(script, quick, monkeypatch, part, flag):
+FULL = {  # what is out of memory: what may be smaller
+    "train.check_training": "model",
+    "engine.sampling.extend": "--max-new-tokens",
+    "cer.answer_logprobs": "--max-new-tokens",
+    "rloo.microbatches": "--microbatch-tokens",
+}
+
+
+@pytest.mark.parametrize("function, smaller", FULL.items())
+def test_out_of_memory_names_what_helps_there(script, quick, monkeypatch, function, smaller):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    name = {"sample": "engine.sampling.generate_pieces", "update": "train.update"}[part]
-    monkeypatch.setattr(name, full)
+    load = train.load
+
+    def load_first(*inputs, **options):
+        loaded = load(*inputs, **options)
+        monkeypatch.setattr(function, full)
+        return loaded
+
+    monkeypatch.setattr(train, "load", load_first)
     code, _, err = script(train, f"{quick} --out run")
-    assert code == 2 and f"use fewer tokens at a time (in train.py a smaller {flag}" in err, err
+    last = f"memory: use a smaller {smaller}; in train.py also --lora or --cpu-offload"
+    assert code == 2 and err.splitlines()[-1] == f"train.py: CUDA out of {last}", err
+
+
+def test_out_of_memory_in_a_supervised_start_names_its_batch(script, toy_model_dir, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(f"{warm_start.finetune.__module__}.pad", full)
+    Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n')
+    flags = f"--model {toy_model_dir} --data demos.jsonl --out warm"
+    assert "use a smaller --batch; in train.py" in script(warm_start, flags)[2]
 
 
 def test_a_gpu_needs_a_torch_that_can_start_on_it(script, monkeypatch):
@@ -278,15 +303,40 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
         assert all(n == 21 for n, cut_off in zip(row["tokens"], row["truncated"]) if cut_off)
 
 
-def test_a_supervised_start(script, toy_model_dir):
+def test_an_evaluation_is_written_as_it_goes_on(script, monkeypatch, toy_model_dir):
+    """After every so many samples, of at least one question. An interruption loses only the last
+    ones."""
+    flags = f"--model {toy_model_dir} --dataset toy-test --limit 5 --runs 3 --max-new-tokens 21"
+    written, append = [], evaluate.append_rows
+
+    def at_most_two(path, rows):
+        append(path, rows)
+        written.append([row["index"] for row in rows])
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "append_rows", at_most_two)
+    monkeypatch.setattr(evaluate, "SAMPLES_AT_ONCE", 7)
+    code, _, err = script(evaluate, f"{flags} --out a")
+    assert code == 130 and written == [[0, 1], [2, 3]], err
+    rows = read_rows("a/samples.jsonl")
+    assert [row["index"] for row in rows] == [0, 1, 2, 3] and rows[0]["dataset"] == "toy-test"
+    monkeypatch.setattr(evaluate, "SAMPLES_AT_ONCE", 1)
+    assert script(evaluate, f"{flags} --out b")[0] == 0
+    assert written[2:] == [[0], [1], [2], [3], [4]]
+
+
+def test_a_supervised_start(script, toy_model_dir, tokenizer):
     """Of the rows without a control token."""
     row = '{"question": "Q?", "solution": "so \\\\boxed{7}"}\n'
+    longest = len(tokenizer.encode(r"so \boxed{7}")) + 1
     bad = row.replace("Q?", "<eos>Q?") + row.replace("so ", "so<eos> ")
     Path("demos.jsonl").write_text(row * 4 + bad)
     flags = f"--model {toy_model_dir} --data demos.jsonl --epochs 20 --batch 2 --lr 1e-2"
     code, stdout, err = script(warm_start, f"{flags} --out warm")
     assert code == 0 and stdout.startswith("4 demonstrations, "), err
     assert "left out: 2 of 6" in err and "judge.py --model warm " in stdout
+    assert f"--max-new-tokens: at least {longest}, as many as the longest" in stdout
     assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
     AutoModelForCausalLM.from_pretrained("warm")
 
