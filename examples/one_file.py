@@ -161,12 +161,12 @@ def log_pi(model, tokenizer, contexts, answer):
     ways = {}  # beginning -> log pi of the beginning and of a token that closes the box after it
     for tokens in spellings:
         logp = log_probs(model, contexts, tokens)
+        written = logp[:, range(len(tokens)), tokens]  # of t_1, ..., t_k  [n, k]
         for i in range(len(tokens) + 1):
             beginning = tuple(tokens[:i])
             rest = finished[sum(len(spelled[t]) for t in beginning) :]
             closers = [v for v, piece in with_brace(tokenizer) if piece.startswith(rest)]
-            log_beginning = logp[:, range(i), beginning].sum(1)  # 0 for the empty beginning
-            ways[beginning] = log_beginning + logp[:, i, closers].logsumexp(1)
+            ways[beginning] = written[:, :i].sum(1) + logp[:, i, closers].logsumexp(1)
     return torch.stack(list(ways.values())).logsumexp(0)
 
 

@@ -83,7 +83,8 @@ def test_answers_with_braces_and_in_all_spellings(qwen_tokenizer):
     inputs = model, qwen_tokenizer, vocab.encode("How many?\n"), completions
     for references in [r"\frac{1}{2}"], [r"\text{(C)}", "caf\xe9", "cafe\u0301"]:
         R, _ = cer.rewards(*inputs, references)
-        assert torch.allclose(R, rewards_of(*inputs, references), rtol=1e-3) and R.max() > 0
+        assert R.max() > 0  # and next to nothing, since the weights are random
+        torch.testing.assert_close(rewards_of(*inputs, references), R, rtol=1e-3, atol=0)
 
 
 def test_half_of_a_character_is_no_answer(qwen_tokenizer):
