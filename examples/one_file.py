@@ -191,7 +191,8 @@ def rewards(model, tokenizer, prompt, boxes, references):
     for i, box in enumerate(boxes):
         if box and box[1]:
             # pi(s_j | a_i, q): its row of W over its sum. The sample's own solution is among the
-            # columns, since it has led to this answer. Without it R would be biased.
+            # columns, since it has led to this answer. Without it R would be biased. With it alone
+            # R would be its P, the same for a right and a wrong answer.
             posterior = log_W[box[1]].softmax(0)
             R[i] = posterior @ P
     return R
@@ -229,7 +230,8 @@ def main():
 
             # 3. Advantage: minus the mean reward of the other samples.  [N]
             # What does not depend on the sample makes the step less noisy, and leaves its mean as
-            # it is. (These depend on it a little, because its solution is a column of theirs.)
+            # it is. (The others' rewards do depend on it a little: its solution is one of their
+            # columns.)
             A = R - (R.sum() - R) / (N - 1)
 
             # 4. Update. R is a constant (see no_grad above). With the gradient through rho, too,
@@ -267,7 +269,9 @@ def load_all(args):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # In eval mode, so without dropout. In fp32, since bf16 would round Adam's small steps away.
     model, tokenizer = load(args.model, device, check_sampling, dtype="fp32")
-    if device == "cuda":  # It is much faster in bf16, to which autocast rounds the weights in use.
+    if device == "cuda":
+        # A GPU is much faster in bf16. autocast rounds the weights in each pass. If they were not
+        # spread over all that rounds to the same number, most of the first steps would be lost.
         model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
         for weight in model.parameters():
             weight.data = spread(weight.data)
@@ -277,7 +281,9 @@ def load_all(args):
 
 
 def parse_args():
-    """The flags. Their defaults are for a small model on one GPU; the toy has its own."""
+    """The flags. The defaults are a beginning on one GPU: the paper's learning rate, half of its B
+    and N, and a quarter of its new tokens, since all B x N samples have to fit in memory at once.
+    The toy has its own."""
     parser = cli.Parser(description="CER in one file. Without flags it trains a toy.")
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
