@@ -29,7 +29,7 @@ the sampled tokens of one question to R; W and P from a model; and what only Eq.
 Table 3 need.
 
 The order to read in: README; docs/lesson.md, which builds all this from nothing;
-examples/one_file.py, which computes the same R slowly, in plain lines; this file, rollout.py,
+examples/one_file.py, which computes the same R in plain lines; this file, rollout.py,
 rloo.py and train.py; and examples/two_tables.py.
 
 For another trainer copy this file and engine/tokens.py, and leave a line such as
@@ -179,10 +179,10 @@ def answer_logprobs(model, tokenizer, contexts: list[list[int]], answers: list[s
 
     What is scored is a *finished* answer, with its closing brace. Without the brace "1" would
     collect the probability of "14", "15" and "10/3"; the sum over answers could exceed 1 and
-    Theorem 2 would not hold. As in examples/one_file.py (log_pi_all_ways), the probability
-    is the sum over all ways to write the answer: a beginning t_1..t_i of its tokens, then one of
-    the tokens that close the box there, in both of its spellings. Still rarer ways are left out, so
-    the score is a lower bound (docs/measurements.md compares it with a real model's samples).
+    Theorem 2 would not hold. As in examples/one_file.py (log_pi), the probability is the sum over
+    all ways to write the answer: a beginning t_1..t_i of its tokens, then one of the tokens that
+    close the box there, in both of its spellings. Still rarer ways are left out, so the score is a
+    lower bound (docs/measurements.md compares it with a real model's samples).
 
     Cost: what a batch of contexts shares, such as the prompt, is read once. Then one forward pass
     keeps their keys and values, and usually one more reads all answers after each of them. A naive

@@ -1,4 +1,4 @@
-"""CER against its specification, examples/one_file.py, and what the paper promises on distributions
+"""CER against its specification, naive.py, and what the paper promises on distributions
 small enough to enumerate."""
 
 import copy
@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import group_of, on_devices, tiny_model
-from one_file import log_pi_all_ways as log_pi
-from one_file import log_probs
+from naive import log_pi, log_probs
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast
@@ -36,7 +35,7 @@ def contexts_of(tokenizer):
 
 
 def scores_of(model, tokenizer):
-    """All answers after all contexts -> (by answer_logprobs, by examples/one_file.py)."""
+    """All answers after all contexts -> (by answer_logprobs, by naive.py)."""
     contexts = contexts_of(tokenizer)
     fast = answer_logprobs(model, tokenizer, contexts, ANSWERS)
     assert fast.shape == (len(ANSWERS), len(contexts)) and fast.dtype == torch.float32
@@ -221,7 +220,7 @@ TEXTS = ["3*4 \\boxed{12}", "3+4 \\boxed{7}", "12 \\boxed{12} eggs", "no box", "
 
 
 def test_the_prompt_of_a_question_is_read_once(tokenizer):
-    """Counted in tokens that enter the model; and the scores are those of one_file.py. One context
+    """Counted in tokens that enter the model; and the scores are those of naive.py. One context
     is the beginning of another, and one solution is empty."""
     model, vocab = tiny_model(len(tokenizer)), vocabulary(tokenizer)
     read = []

@@ -9,8 +9,7 @@ import pytest
 import torch
 from conftest import on_devices, tiny_model
 from gpu import QWEN3_4B
-from one_file import log_pi_all_ways as log_pi
-from one_file import log_probs
+from naive import log_pi, log_probs
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config

@@ -111,10 +111,11 @@ def test_naive_rewards_and_cut_are_those_of_one_file(toy_model_dir, tokenizer):
     texts = [r"\boxed{7} \boxed{14}", "no box", r"so \boxed{}", r"\boxed{14} \boxed{1", r"\boxed{9"]
     texts = [tokenizer.encode(each) for each in texts]
     found = [names["cut"](ids) for ids in texts]
-    assert found == [one_file.cut(tokenizer, ids) for ids in texts] and found[2][1] == ""
     prompt = tokenizer.encode("How many eggs?\n")
     R = names["naive_rewards"](prompt, texts, "14")
-    expected = one_file.naive_rewards(model, tokenizer, prompt, texts, "14")
+    boxes = [one_file.cut(tokenizer, ids) for ids in texts]
+    assert found == boxes and found[2][1] == ""
+    expected = one_file.rewards(model, tokenizer, prompt, boxes, ["14"])
     assert R.tolist() == approx(expected.tolist())
     assert (R > 0).tolist() == [True, False, False, True, False]
     assert not names["naive_rewards"](prompt, texts[1:2], "14").any()

@@ -1,17 +1,24 @@
-"""examples/one_file.py is the specification: the fast code gives the same rewards and the same
-gradient. test_cer.py compares the log-probabilities, also of unusual answers and tokenizers."""
+"""examples/one_file.py computes what cer.py and rloo.py compute, and both what naive.py does.
+test_cer.py compares cer.py with naive.py, also for unusual answers and tokenizers."""
 
+import random
+import shutil
+
+import naive
 import one_file
 import pytest
 import torch
-from conftest import group_of
+from conftest import group_of, tiny_model
 from test_rloo import flat, gradient_of_update
 
 import cer
 from engine.load import load
+from engine.tokens import split_answer, vocabulary
 from reward_functions import Judged
 from rloo import leave_one_out, rloo_rows
 from rollout import sample
+from runtime.files import append_rows
+from tasks import toy
 from tasks.data import load_problems
 
 
@@ -27,20 +34,126 @@ def sampled(toy_model_dir):
     return model, tokenizer, [*groups, group_of(tokenizer, texts, "14")]
 
 
-def test_the_rewards_are_those_of_one_file(sampled):
+def rewards_of(model, tokenizer, prompt, completions, references):
+    boxes = [one_file.cut(tokenizer, ids) for ids in completions]
+    return one_file.rewards(model, tokenizer, prompt, boxes, references)
+
+
+# ---------------------------------------------------------------------------------------- rewards
+
+
+def test_the_rewards_are_those_of_cer(sampled):
     model, tokenizer, groups = sampled
     for group in groups:
-        inputs = group.prompt, group.completions, group.problem.reference
-        R, _ = cer.rewards(model, tokenizer, *inputs)
-        slow = one_file.naive_rewards(model, tokenizer, *inputs)
-        assert (R - slow).abs().max() < 1e-6
-        ways = one_file.log_pi, one_file.log_pi_all_ways  # here a brace is a token of its own
-        plain, all_ways = (way(model, tokenizer, group.prompt, "14 eggs").item() for way in ways)
-        assert plain == pytest.approx(all_ways, abs=1e-5)
-        both = [group.problem.reference, "twenty eggs"]  # Eq. 8 is linear in P
-        other = one_file.naive_rewards(model, tokenizer, *inputs[:2], both[1])
-        R, _ = cer.rewards(model, tokenizer, *inputs[:2], both)
-        assert (R - slow - other).abs().max() < 1e-6
+        inputs = model, tokenizer, group.prompt, group.completions
+        reference = group.problem.reference
+        for references in [reference], [reference, "twenty eggs"]:
+            R, _ = cer.rewards(*inputs, references)
+            assert (R - rewards_of(*inputs, references)).abs().max() < 1e-6
+    no_boxes = [tokenizer.encode("no box")] * 2
+    assert rewards_of(model, tokenizer, [5], no_boxes, ["14"]).tolist() == [0, 0]
+
+
+TEXTS = [
+    r"a half: \boxed{\frac{1}{2}}.",
+    r"once more: \boxed{\frac{1}{2}}",
+    r"the letter \boxed{\text{(C)}}.",
+    r"a set \boxed{\{1, 2\}}$",
+    r"half of a set: \boxed{\left\{1}.",
+    r"one in the other: \boxed{x = \boxed{3}}",
+    r"a new line \\\boxed{14} eggs",
+    r"the first is closed: \boxed{14}, \boxed{1",
+    "café \\boxed{cafe\u0301 größer als 5 µm} 🙂",
+    r"} open: \boxed{\frac{1}{2}",
+    r"empty: \boxed{}",
+]
+
+
+def test_answers_with_braces_and_in_all_spellings(qwen_tokenizer):
+    """With a tokenizer that merges them, and a model that has ids which spell nothing. Two
+    references that the tokenizer makes one count once."""
+    vocab = vocabulary(qwen_tokenizer)
+    model = tiny_model(len(vocab.bytes) + 11, hidden_size=16, num_hidden_layers=1)
+    completions = [vocab.encode(text) for text in TEXTS]
+    for ids in completions:
+        box, found = vocab.locate_answer(ids), one_file.cut(qwen_tokenizer, ids)
+        assert found == (box and (ids[: box.solution_length], box.answer))
+    beyond = [*completions[0], len(vocab.bytes) + 3]
+    assert one_file.cut(qwen_tokenizer, beyond)[1] == r"\frac{1}{2}"
+    inputs = model, qwen_tokenizer, vocab.encode("How many?\n"), completions
+    for references in [r"\frac{1}{2}"], [r"\text{(C)}", "caf\xe9", "cafe\u0301"]:
+        R, _ = cer.rewards(*inputs, references)
+        assert R.max() > 0  # and next to nothing, since the weights are random
+        torch.testing.assert_close(rewards_of(*inputs, references), R, rtol=1e-3, atol=0)
+
+
+def test_half_of_a_character_is_no_answer(qwen_tokenizer):
+    vocab = vocabulary(qwen_tokenizer)
+    ids = vocab.encode("\\boxed{🙂}")
+    half = [i for i, token in enumerate(ids) if vocab.bytes[token] == "🙂".encode()[-1:]]
+    cut_off = [token for i, token in enumerate(ids) if i not in half]
+    assert (len(half) == 1) == (one_file.cut(qwen_tokenizer, cut_off) is None)
+    assert one_file.cut(qwen_tokenizer, ids)[1] == "🙂"
+
+
+def test_a_box_is_found_in_any_text(tokenizer):
+    """Against split_answer, which keeps a stack of open braces."""
+    rng, pieces = random.Random(0), ["\\boxed{", "{", "}", "}", "\\", "1", "\n", "\\boxed"]
+    boxes = 0
+    for _ in range(3000):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 12)))
+        found, expected = one_file.cut(tokenizer, tokenizer.encode(text)), split_answer(text)
+        boxes += expected is not None
+        assert (found and found[1]) == (expected and expected[1]), text
+        assert found is None or tokenizer.decode(found[0]) == text[: expected[0]]
+    assert boxes > 300
+
+
+# ------------------------------------------------------------------------------------------- scores
+
+
+def test_scores_are_those_of_naive_passes(qwen_tokenizer):
+    """A pass for every pair, and every way to close a box found in the whole vocabulary. Contexts
+    of other lengths beside one change nothing."""
+    vocab = vocabulary(qwen_tokenizer)
+    model = tiny_model(len(vocab.bytes), hidden_size=16, num_hidden_layers=1)
+    texts = "so \\boxed", "3*4=12; 12+2=14 eggs\n\\boxed", "it is\\boxed"
+    contexts = [vocab.encode(text) for text in texts]
+    for answer in "14", r"\text{(C)}", r"\frac{1}{2}", "":
+        scores = one_file.log_pi(model, qwen_tokenizer, contexts, answer)
+        each = [naive.log_pi(model, qwen_tokenizer, context, answer) for context in contexts]
+        assert (scores - torch.stack(each)).abs().max() < 1e-4
+
+
+CAPPED = {"final_logit_softcapping": 1.0, "layer_types": ["full_attention"] * 2}
+FAMILIES = {"gemma2": CAPPED, "granite": {"logits_scaling": 8.0}, "xglm": {"d_model": 32}}
+
+
+@pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
+def test_a_padded_pass_is_that_of_each_row_alone(family):
+    """Also for logits that are capped or scaled, and for positions that are embedded."""
+    model = tiny_model(64, family, **FAMILIES.get(family, {}))
+    contexts, tokens = [[5], [7, 8, 9, 10], [6, 7]], [11, 12, 13]
+    logp = one_file.log_probs(model, contexts, tokens)
+    for context, found in zip(contexts, logp):
+        alone = naive.log_probs(model, context + tokens)[len(context) - 1 :]
+        assert (found - alone).abs().max() < 1e-4
+
+
+# ----------------------------------------------------------------------------- samples and training
+
+
+def test_its_samples_are_those_of_each_prompt(sampled):
+    """Prompts of other lengths beside them change nothing. Each ends at its first stop token."""
+    model, tokenizer, _ = sampled
+    prompts = [tokenizer.encode(text) for text in ("Ana has", "Ben has 3 bags of 4 eggs.\n", "A")]
+    for prompt, group in zip(prompts, one_file.sample(model, prompts, 2000, 1)):
+        p = naive.log_probs(model, prompt)[-1].exp()
+        counts = torch.bincount(torch.tensor([ids[0] for ids in group]), minlength=len(p))
+        assert (counts / 2000 - p).abs().max() < 0.05
+    for group in one_file.sample(model, prompts, 8, 40):
+        for ids in group:
+            assert tokenizer.eos_token_id not in ids[:-1] and 0 < len(ids) <= 40
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
@@ -58,3 +171,68 @@ def test_the_update_takes_the_gradient_of_one_file(sampled, toy_model_dir, budge
     fast_loss, fast = gradient_of_update(trained, rows, budget)
     assert fast_loss == pytest.approx(loss.item(), rel=1e-5)
     assert (fast - slow).norm() < 1e-5 * slow.norm()
+
+
+def test_a_step_of_main_is_the_clipped_gradient(toy_model_dir, quick, script, monkeypatch):
+    """Of what it sampled itself, with plain SGD in place of AdamW. The rewards are cer.py's, the
+    advantages rloo.py's, and each completion has a naive pass."""
+    groups, real = [], one_file.sample
+
+    def remember(model, prompts, N, max_new_tokens):
+        groups.append((prompts, real(model, prompts, N, max_new_tokens)))
+        return groups[-1][1]
+
+    def sgd(parameters, lr, weight_decay):
+        return torch.optim.SGD(parameters, lr=lr)
+
+    monkeypatch.setattr(one_file, "sample", remember)
+    monkeypatch.setattr(torch.optim, "AdamW", sgd)
+    file = toy_model_dir.parent / "questions.jsonl"
+    flags = f"--model {toy_model_dir} --dataset {file} --steps 1 --questions 3 --samples 4 --lr 1"
+    code, out, err = script(one_file, f"{flags} --max-new-tokens 24 --out trained")
+    assert code == 0 and "step 1/1  right" in out, err
+
+    model, tokenizer = load(toy_model_dir, "cpu")
+    [(prompts, sampled)] = groups
+    references = {problem.question: problem.reference for problem in load_problems(file)}
+    loss = 0.0
+    for prompt, completions in zip(prompts, sampled):
+        reference = references[tokenizer.decode(prompt).strip()]
+        R, _ = cer.rewards(model, tokenizer, prompt, completions, reference)
+        for ids, A_i in zip(completions, leave_one_out(R)):
+            logp = naive.log_probs(model, prompt + ids)[len(prompt) - 1 : -1]
+            loss -= A_i * logp[range(len(ids)), ids].sum() / 12
+    gradient = flat(torch.autograd.grad(loss, list(model.parameters())))
+    gradient /= max(1.0, gradient.norm())
+    trained, _ = load("trained", "cpu")
+    moved = flat(model.parameters()) - flat(trained.parameters())
+    assert gradient.norm() > 1e-2 and (moved - gradient).norm() < 1e-3 * gradient.norm()
+
+
+def test_without_flags_it_trains_the_toy(toy_model_dir, script, monkeypatch):
+    def warm_start(out, seed):
+        shutil.copytree(toy_model_dir, out)
+
+    monkeypatch.setattr("tasks.toy_model.warm_start", warm_start)
+    code, out, err = script(one_file, "--steps 1 --questions 1 --samples 2 --out new")
+    assert code == 0 and "step 1/1" in out, err
+    assert len(load("new", "cpu")[1]) == len(load("new/warm-start", "cpu")[1])
+
+
+def test_what_cannot_be_trained_is_refused_in_one_line(toy_model_dir, script, tmp_path):
+    append_rows(tmp_path / "rows.jsonl", [{"question": "How many? " * 200, "answer": "14"}])
+    append_rows(tmp_path / "toy.jsonl", toy.rows("toy")[:1])
+    with_model = f"--model {toy_model_dir}"
+    cases = {
+        "--samples 1": "expected 2 to inf, got 1",
+        "--dataset toy.jsonl": "--dataset toy.jsonl needs --model",
+        f"{with_model} --dataset rows.jsonl": "no question is left",
+        f"{with_model} --dataset toy.jsonl --max-new-tokens 128": "no question is left",
+        f"{with_model} --dataset toy.jsonl --out {tmp_path}": "exists already",
+        f"--model {tmp_path}/none --dataset toy.jsonl": "cannot load the model",
+        "--lora 32": "unrecognized arguments",
+    }
+    for flags, says in cases.items():
+        code, out, err = script(one_file, f"--out new {flags}")
+        assert code == 2 and says in err.splitlines()[-1] and not out
+        assert "Traceback" not in err and not (tmp_path / "new").exists()

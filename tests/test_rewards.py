@@ -16,7 +16,7 @@ import torch
 from conftest import group_of, tiny_model
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig
-from one_file import log_pi_all_ways as log_pi
+from naive import log_pi
 
 from engine.tokens import Box, split_answer, vocabulary
 from reward_functions import (

@@ -63,14 +63,15 @@ def test_it_measures_what_one_file_computes(toy_model_dir):
     solutions, answers = grid.GROUP["solutions"], grid.GROUP["answers"]
     contexts = [prompt + tokenizer.encode(solution + "\n\\boxed") for solution in solutions]
     for answer, line in zip(answers, found["W"]):
-        slow = [one_file.log_pi(model, tokenizer, context, answer).exp() for context in contexts]
-        assert line == pytest.approx([x.item() for x in slow], rel=1e-3)
+        scores = one_file.log_pi(model, tokenizer, contexts, answer)
+        assert line == pytest.approx(scores.exp().tolist(), rel=1e-3)
     row, column = grid.GROUP["opened"]
     product = math.prod(p for _, p, _ in found["tokens"])
     assert product == pytest.approx(found["W"][row][column], rel=1e-4)
     # So no other way to close the box is left out of the product.
-    assert len(one_file.closers(tokenizer, b"}")) == 1
+    assert len(one_file.with_brace(tokenizer)) == 1
     texts = [f"{s}\n\\boxed{{{a}}}" for s, a in zip(solutions, answers)]
     completions = [tokenizer.encode(text) for text in texts]
-    R = one_file.naive_rewards(model, tokenizer, prompt, completions, grid.GROUP["reference"])
+    boxes = [one_file.cut(tokenizer, ids) for ids in completions]
+    R = one_file.rewards(model, tokenizer, prompt, boxes, [grid.GROUP["reference"]])
     assert found["R"] == pytest.approx(R.tolist(), rel=1e-4)
