@@ -10,11 +10,12 @@ because products of zeros take less power, and a card may then be faster.) Train
 """
 
 import sys
+from pathlib import Path
 
-import measure  # noqa: F401
 import torch
 from transformers import AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
 from engine.load import export, load_model
 
 QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728)
