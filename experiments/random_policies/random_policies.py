@@ -81,10 +81,7 @@ def table(corner, columns, rows):
 
 def main():
     columns = '"14"', '"14" and "14 eggs"', "the mean of both", "the mean of all answers"
-    print(
-        "# Slips and copies over random policies\n\nBy `benchmarks/random_policies.py`. An answer"
-    )
-    print("to which only one right solution leads receives less than\n")
+    print("An answer to which only one right solution leads receives less than\n")
     print(table("right solutions", columns, {K: of_its_own(K) for K in (1, 2, 3, 5)}))
     found = [slip_to_18(*policy) for policy in zip(*policies(1, 1000))]
     ahead, shares = (torch.stack(each).double() for each in zip(*found))
