@@ -22,7 +22,7 @@ from runtime.samples import sample_table
 
 
 def test_the_table_of_choices_is_that_of_the_trainings():
-    """docs/running.md: differences of levels, with seeds counted, as measurements.md has them."""
+    """docs/running.md: differences of levels, with seeds counted, as the experiments have them."""
     page = (ROOT / "docs/running.md").read_text()
     page = words_of(section(page, "Which reward?"))
     rivals = names_of(section(page_of("people_trained"), "What came out of the rivals"))["read"]

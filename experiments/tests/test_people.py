@@ -103,7 +103,7 @@ def test_aim_is_the_cosine_of_all_advantages():
 
 
 def test_aim_over_all_samples_measures_boxing():
-    """The table of own-case.md; 1 for any box; and the differences in docs/measurements.md."""
+    """Its table; 1 for any box; and the differences."""
     samples, page = own_case_samples("squad"), PAGE
     assert f"{1 - samples.answered.mean():.0%} of the samples have no box" in page
     columns = []

@@ -75,7 +75,7 @@ def check_runs(page, text, reading):
 
 
 def test_the_runs_on_a_gpu_are_those_of_their_csv():
-    """The tables of their page, and the primary comparisons, there and in docs/measurements.md."""
+    """Their tables and the primary comparisons."""
     page = section(PAGE, "What came out on the GPU")
     names = names_of(page)
     for model, part in zip(("135M", "1.5B"), page.split("**Qwen2.5-Coder-1.5B")):
@@ -89,7 +89,7 @@ def test_the_runs_on_a_gpu_are_those_of_their_csv():
 
 
 def test_the_rivals_of_cer_are_those_of_their_csv():
-    """All rewards with 1.5B, there and in docs/measurements.md."""
+    """All rewards with 1.5B."""
     page = section(PAGE, "What came out of the rivals")
     names = names_of(page)
     text, reading = names["by_text"], names["by_reading"]
@@ -116,7 +116,7 @@ def test_the_rivals_of_cer_are_those_of_their_csv():
 
 
 def test_what_training_found_counts_questions_and_seeds():
-    """Levels and differences with their standard errors, of docs/measurements.md."""
+    """Levels and differences with their standard errors, at the top of the page."""
     on_gpu = names_of(section(PAGE, "What came out on the GPU"))
     rivals = names_of(section(PAGE, "What came out of the rivals"))
     keys = ["model", "run", "seed", "line"]

@@ -13,7 +13,7 @@ PAGE = page_of("rounding")
 
 
 def test_the_trainings_with_two_roundings():
-    """The table and the primary comparison of rounding.md, and what measurements.md says of it."""
+    """The table and the primary comparison, and what is said of it at the top."""
     lines = pandas.read_csv(ROOT / "experiments/rounding/rounding.csv")
     for kind, own in lines.groupby("rounding"):
         cells = [f"{x:.3f}"[1:] for x in own["pass@1 end"]]

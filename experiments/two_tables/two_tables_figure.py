@@ -47,7 +47,7 @@ def two_tables(K, F, slip, skew=0.0, more=None):
 
 
 # What a 1.5B model that is asked gives to right and wrong answers, and to the question, repeated:
-# in the first trial, and in that of asked.md.
+# in the first trial, and in that of experiments/asking.
 ASKED, ASKED_LATER = (0.70, 0.28, 0.83), (0.75, 0.24, 0.85)
 
 
@@ -155,7 +155,7 @@ def draw_asked(out, seeds):
     for nothing in 0.57, 0.70, 0.83:
         name = f"asked, nothing receives {nothing:.2f}".replace("0.", ".")
         curves[name] = {"asked": (*ASKED[:2], nothing)}
-    curves["asked, as in asked.md"] = {"asked": ASKED_LATER}
+    curves["asked, as in asking"] = {"asked": ASKED_LATER}
     drawn = "exact match", "CER", "asked, nothing receives .83"
     draw_more(out, seeds, NOTHING, "answers that say nothing", (0.001, 0.02), 0.02, curves, drawn)
 
