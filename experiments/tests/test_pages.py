@@ -5,6 +5,7 @@ import re
 import numpy
 import pandas
 from conftest import ROOT
+from test_readme import COMMAND
 
 import judge
 from experiments.rare_reference import rare_reference
@@ -119,3 +120,14 @@ def test_what_is_said_of_the_paper_s_table_follows_from_it():
     assert (said + " by {:.1f} to {:.1f}.").format(*ahead) in words
     said = "the rule is {:.1f} and {:.1f} points ahead of CER".format(*(rule - cer)[2:])
     assert said.replace("0.", ".") in words
+
+
+def test_every_experiment_says_who_made_it_and_ends_with_its_script_and_data():
+    """And the commands at its end, which are today's, name real scripts and flags."""
+    for page in ROOT.glob("experiments/*/README.md"):
+        head, *_, end = page.read_text().split("\n## ")
+        assert "| made by | from | commit | status |\n" in head, page
+        assert end.startswith("Script, data, picture\n"), page
+        for name, flags in COMMAND.findall("\n".join(re.findall(r"`([^`\n]*)`", end))):
+            defined = re.findall(r'"(--[a-z][\w-]*)"', (ROOT / f"{name}.py").read_text())
+            assert set(re.findall(r"--[a-z][\w-]*", flags)) <= set(defined), (page, name)

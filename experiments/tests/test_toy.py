@@ -1,6 +1,7 @@
 """experiments/toy, and what is trained like it with LoRA: the comparison and its intervals."""
 
 import functools
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pandas
 from conftest import ROOT
 
 import train
-from experiments.tests.told import page_of
+from experiments.tests.told import near, page_of
 from experiments.toy import compare_rewards
 from tasks import toy_model
 
@@ -63,3 +64,67 @@ def test_the_toy_with_lora():
     for name, row in ("full training", "full"), ("`--lora 8`", "lora"):
         of_seeds = [*by_seed.loc[row], by_seed.loc[row].mean()]
         assert f"| {name} | {' | '.join(map(shown, of_seeds))} |" in told
+
+
+def rows_of(table):
+    """A table in Markdown -> {its first column: the numbers after it}."""
+    rows = re.findall(r"^\| ([^|]+) \|(.*)\|$", table.split("\n\n")[0], re.M)
+    return {label: [float(x) for x in re.findall(r"-?\d*\.\d+", row)] for label, row in rows}
+
+
+def test_the_tables_of_the_toy_are_those_of_its_csvs():
+    page, folder = page_of("toy"), ROOT / "experiments" / "toy"
+    seeds = pandas.read_csv(folder / "toy-seeds-0-19.csv")
+    of = seeds.groupby("name")
+    for name, found in rows_of(page.split("| step 200 |\n|---|---|---|---|\n")[1]).items():
+        ends = of[["pass@1 middle", "pass@1 end"]].agg(["mean", "min", "max"])
+        numbers = [of["pass@1 start"].mean()[name.strip("`")], *ends.loc[name.strip("`")]]
+        assert found == near(numbers), name
+    table = rows_of(page.split("| seeds higher at 200 |\n|---|---|---|---|\n")[1])
+    for name, found in table.items():
+        one, other = name.replace("`", "").split(" - ")
+        numbers = []
+        for when in "middle", "end":
+            by_seed = seeds.pivot(index="seed", columns="name", values=f"pass@1 {when}")
+            ahead = by_seed[one] - by_seed[other]
+            half = compare_rewards.T[len(ahead) - 2] * ahead.sem()
+            numbers += [ahead.mean(), ahead.mean() - half, ahead.mean() + half]
+        assert found == near(numbers, 0.00056), name
+    rates = pandas.read_csv(folder / "toy-rates.csv").groupby("name")["pass@1 end"].mean()
+    for name, found in rows_of(
+        page.split("| 1.5e-3 |\n|---|---|---|---|---|---|---|\n")[1]
+    ).items():
+        columns = ("1e-4", "2e-4", "3e-4", "6e-4", "1e-3", "1.5e-3")
+        assert found == near([rates[f"{name.strip('`')}@{rate}"] for rate in columns])
+    earlier = pandas.read_csv(folder / "toy.csv").groupby("name")
+    for name, found in rows_of(page.split("| step 200 |\n|---|---|---|\n")[1]).items():
+        ends = earlier[["pass@1 middle", "pass@1 end"]].agg(["mean", "min", "max"])
+        assert found == near(ends.loc[name.strip("`")]), name
+
+
+def test_the_levels_of_the_real_model_are_those_of_its_csv():
+    page = page_of("real_model")
+    ends = pandas.read_csv(ROOT / "experiments/real_model/smollm2-seeds-5-9.csv")
+    means = ends.groupby("name")[["pass@1 middle", "pass@1 end"]].mean()
+    for label, found in rows_of(page.split("| step 30 |\n|---|---|---|\n")[1]).items():
+        name = label.replace("`", "").replace(" at ", "@").replace("@1e-5", "")
+        assert found == near(means.loc[name]), name
+
+
+def test_the_aucs_of_slips_are_those_of_their_csv():
+    page = page_of("slips")
+    lines = pandas.read_csv(ROOT / "experiments/slips/judge.csv")
+    means = lines.set_index(["model", "statistic", "which"])["mean"]
+    models = {"before": "warm start", "after the rule": "after rule"}
+    split = rows_of(page.split("| slips: `verifree` | `cer` | `rule+cer` |\n")[1])
+    whole = rows_of(page.split("| `verifree` | `cer` | `rule+cer` |\n")[1])
+    assert len(split) == len(whole) == 7
+    for label in split:
+        network, when = label.split(", ")
+        of = means[f"{network}, {models.get(when, when)}"]
+        rewards = "verifree", "cer", "rule+cer"
+        expected = [of["slips among the wrong", "samples"]]
+        expected += [of["AUC, wrong work", name] for name in rewards]
+        expected += [of["AUC, slips", name] for name in rewards]
+        assert split[label] == near(expected), label
+        assert whole[label] == near([of["AUC", name] for name in ("exact", "rule", *rewards)])
