@@ -25,16 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 import train
 from benchmarks.measure import commit, markdown
 from engine.policy import Policy, spread
-from experiments.toy.compare_rewards import (
-    REAL_RECIPE,
-    RUNS,
-    T,
-    evaluate,
-    make,
-    read,
-    run_script,
-    warm_start,
-)
+from experiments.toy import compare_rewards
+from experiments.toy.compare_rewards import RUNS, evaluate, read
 from runtime import cli
 from runtime.files import checkpoints, read_rows
 
@@ -143,20 +135,21 @@ def one_run(rounding):
 
 def train_all(args):
     warm = RUNS / f"rounding-{Path(args.model).name}-warm-start"
-    make(warm, bf16_warm_start, args.model)
+    compare_rewards.make(warm, bf16_warm_start, args.model)
     finished = {(line["rounding"], line["seed"], line["steps"]) for line in read(args.out)}
     wanted = [(r, seed, args.steps) for seed in args.seeds for r in args.roundings]
     jobs = sorted((job for job in wanted if job not in finished), key=lambda job: job[0] == "none")
     os.environ["OMP_NUM_THREADS"] = "1"
+    recipe = compare_rewards.REAL_RECIPE
 
     def run(job):
         rounding, seed, steps = job
         out = RUNS / f"rounding-{rounding}-{seed}"
-        command = f"--model {warm} --reward cer --seed {seed} --steps {steps} {REAL_RECIPE}"
+        command = f"--model {warm} --reward cer --seed {seed} --steps {steps} {recipe}"
         command += " --dataset toy --eval-dataset toy-test --save-every 5"
         if steps not in dict(checkpoints(out)):
             command = "--resume" if (out / "config.json").exists() else command
-            run_script(f"{__file__} one {rounding} --out {out} {command}", out)
+            compare_rewards.run_script(f"{__file__} one {rounding} --out {out} {command}", out)
         line = {"rounding": rounding, "seed": seed, "steps": steps, "commit": commit()}
         return line | evaluate(out, steps, "end")
 
@@ -168,7 +161,7 @@ def train_all(args):
 
 def bf16_warm_start(directory, model):
     """The start of all runs. Its weights are bf16 numbers, as those of released models are."""
-    warm_start(directory, model)
+    compare_rewards.warm_start(directory, model)
     start = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     start.save_pretrained(directory)
 
@@ -180,7 +173,7 @@ def report(lines):
     for one, other in ("dither", "nearest"), ("none", "nearest"), ("dither", "none"):
         if {one, other} <= {*by_seed.index}:
             ahead = (by_seed.loc[one] - by_seed.loc[other]).dropna()
-            half = T[len(ahead) - 2] * ahead.sem()
+            half = compare_rewards.T[len(ahead) - 2] * ahead.sem()
             ends = f"({ahead.mean() - half:+.3f} to {ahead.mean() + half:+.3f})"
             text += f"\n{one} minus {other}: {ahead.mean():+.3f} {ends}, {len(ahead)} seeds"
     return text
