@@ -182,7 +182,7 @@ def answer_logprobs(model, tokenizer, contexts: list[list[int]], answers: list[s
     Theorem 2 would not hold. As in examples/one_file.py (log_pi), the probability is the sum over
     all ways to write the answer: a beginning t_1..t_i of its tokens, then one of the tokens that
     close the box there, in both of its spellings. Still rarer ways are left out, so the score is a
-    lower bound (docs/measurements.md compares it with a real model's samples).
+    lower bound (experiments/score_is_probability compares it with a model's samples).
 
     Cost: what a batch of contexts shares, such as the prompt, is read once. Then one forward pass
     keeps their keys and values, and usually one more reads all answers after each of them. A naive

@@ -53,7 +53,7 @@ def say_judgement(samples, path=None):
     print(table.map(lambda x: "-" if pandas.isna(x) else brief(x)).to_string())
     print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
     if "asked" in names:
-        print("asked can be gamed: read samples (docs/measurements.md#why-not-ask-the-model)")
+        print("asked can be gamed: read samples (experiments/asking/README.md)")
     warned = {}
     for name in names:  # what train.py would warn of with this reward
         tiny = tiny_reward_groups(samples, samples[name], "actor" in REWARDS[name].judges)

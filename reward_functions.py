@@ -185,7 +185,7 @@ def f1(one, other):
 def asked(judged):
     """How sure a language model is that the answer is right, when it is asked. On honest answers it
     is ahead of CER, if the model is large enough. It also rewards answers that say nothing
-    (docs/measurements.md)."""
+    (experiments/asking)."""
     return judged.yes.float()
 
 

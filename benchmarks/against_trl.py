@@ -17,20 +17,19 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import trl
 from datasets import Dataset
-from measure import ROOT, commit
 from transformers import TrainerCallback
 
-sys.path.insert(0, str(ROOT / "examples"))
-
-from trl_cer import cer_rewards
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
+from benchmarks.measure import commit
 from engine.load import load, load_model
 from engine.policy import Policy, make_adam
 from engine.tokens import split_answer
+from examples.trl_cer import cer_rewards
 from reward_functions import REWARDS, R_by_name, ask_judges
 from rloo import leave_one_out, rloo_rows, update
 from rollout import sample

@@ -1,4 +1,4 @@
-"""What a GPU is to show once one is at hand. benchmarks/results/card.md says what, and declares it.
+"""What a GPU is to show once one is at hand. benchmarks/card.md says what, and declares it.
 
     python benchmarks/card.py flagship --model WIDE --data DATA --out card         # from widen.py
     python benchmarks/card.py math --model SMALL --data DATA --out card --minutes 6
@@ -25,15 +25,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-import own_case
 import pandas
 import torch
-from copies import copies_working
-from measure import commit, markdown
 from transformers import AutoConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
 import train
+from benchmarks.measure import commit, markdown
 from engine.tokens import split_answer
+from experiments.copies.copies import copies_working
+from experiments.people import own_case
 from plot import Figure, save
 from runtime import cli
 from runtime.files import append_rows, read_rows, to_jsonl

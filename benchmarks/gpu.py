@@ -16,13 +16,15 @@ import shlex
 import statistics
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
-from measure import commit
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
+from benchmarks.measure import commit
 from cer import answer_logprobs, log_finished, spellings
 from engine import load, memory, policy
 from engine.sampling import Row, generate

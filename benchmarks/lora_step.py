@@ -12,12 +12,14 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
-from measure import markdown
 from pandas import DataFrame
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
+from benchmarks.measure import markdown
 from engine.lora import LoraPolicy
 from engine.policy import Policy, make_adam
 from rloo import TrainingRow, update

@@ -1,11 +1,9 @@
-"""Shared by the benchmarks: the root directory, tables, the commit."""
+"""Shared with the experiments: the root directory, tables, the commit."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 
 def markdown(cells, corner=""):

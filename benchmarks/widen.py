@@ -10,13 +10,14 @@ because products of zeros take less power, and a card may then be faster.) Train
 """
 
 import sys
+from pathlib import Path
 
-import measure  # noqa: F401
 import torch
 from transformers import AutoTokenizer
 
-from engine.export import export
-from engine.load import load_model
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
+from engine.export import export  # noqa: E402
+from engine.load import load_model  # noqa: E402
 
 QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728)
 QWEN3_4B |= dict(num_attention_heads=32, num_key_value_heads=8)

@@ -225,6 +225,9 @@ def summary_of(rows):
 
 # ------------------------------------------------------------------- models, tokenizers and samples
 
+QWEN3_4B = dict(hidden_size=2560, num_hidden_layers=36, intermediate_size=9728, head_dim=128)
+QWEN3_4B |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=151_936)
+
 
 def tiny_model(rows, family="qwen3", tied=True, seed=0, **settings):
     """Random weights with grouped-query attention, larger than usual so that mistakes show."""

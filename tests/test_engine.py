@@ -7,8 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import on_devices, tiny_model
-from gpu import QWEN3_4B
+from conftest import QWEN3_4B, on_devices, tiny_model
 from naive import log_pi, log_probs
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers

@@ -12,12 +12,10 @@ The test compares only the form of such a block, and `python tests/test_lesson.p
 import contextlib
 import io
 import re
-import runpy
 import shutil
 import sys
 from pathlib import Path
 
-import matplotlib
 import torch
 from pytest import approx, importorskip
 
@@ -69,7 +67,7 @@ def test_the_code_prints_what_is_shown(toy_model_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     start, short = "tasks.toy_model.warm_start", "QUESTIONS, STEPS = 2, 10"
     monkeypatch.setattr(start, lambda out, seed: shutil.copytree(toy_model_dir, out))
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     names, different, lesson = run(lambda code: re.sub("QUESTIONS, STEPS = .*", short, code))
     for kind, line, shown, printed in different:
         assert kind == "text about" and form(printed) == form(shown), f"line {line}: {printed}"
@@ -166,24 +164,11 @@ def test_as_a_notebook_it_has_every_block():
     assert cells == [code.rstrip("\n") for kind, code in blocks if kind == "python"]
 
 
-def test_the_picture_moves_one_amount_of_orange(tmp_path, monkeypatch):
-    """And its words, which matplotlib writes as comments, are those of the one in docs/."""
-    monkeypatch.setattr(sys, "argv", ["orange.py", str(tmp_path / "orange.svg")])
-    with matplotlib.rc_context():
-        orange = runpy.run_path(str(ROOT / "benchmarks" / "orange.py"))
-    pictures = [(folder / "orange.svg").read_text() for folder in (tmp_path, ROOT / "docs")]
-    drawn, kept = (re.findall("<!-- .* -->", picture) for picture in pictures)
-    assert drawn == kept and "<!-- .443 -->" in kept
-    for square in "exact", "verifree", "cer":
-        bars = sum((b for b in orange[square].containers if b.get_label() == "reward"), ())
-        assert sum(bar.get_width() * bar.get_height() for bar in bars) == approx(0.271)
-
-
 if __name__ == "__main__":
     _, different, lesson = run()
     for _, line, shown, printed in different:
         print(f"lesson.md, line {line}: shown\n{shown}\nprinted\n{printed}")
     if "--write" in sys.argv:
         LESSON.write_text(lesson)
-        shutil.copy("runs/lesson/curves.svg", ROOT / "docs" / "lesson-curves.svg")
+        shutil.copy("runs/lesson/curves.svg", ROOT / "docs/figures/lesson-curves.svg")
     sys.exit(bool(different))

@@ -8,8 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import example_rows, steps_of, tiny_model, written_by
-from gpu import QWEN3_4B
+from conftest import QWEN3_4B, example_rows, steps_of, tiny_model, written_by
 from one_file import completion_logprobs
 from processes import finish, run_in, start_ranks
 from torch.distributed.checkpoint import FileSystemReader

@@ -5,7 +5,6 @@ import math
 import re
 import sys
 
-import people
 import pytest
 import torch
 from conftest import ROOT, group_of, tiny_model
@@ -47,7 +46,10 @@ def test_every_command_names_real_scripts_and_flags(name, flags):
 
 
 def test_every_file_and_heading_that_is_linked_is_there():
-    for page in PAGES:
+    lab = [
+        page for folder in ("experiments", "benchmarks") for page in ROOT.glob(f"{folder}/**/*.md")
+    ]
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", *lab]:
         for path, anchor in re.findall(r"\]\(((?!http)[^)#]*)#?([^)]*)", page.read_text()):
             linked = page.parent / path if path else page
             assert linked.exists(), (page.name, path)
@@ -103,22 +105,3 @@ def test_the_reward_by_hand_in_the_readme():
     assert f"**{rho[1]}**" in page
     assert f'receives {rho[0]}, and "18" {rho[2]}' in " ".join(page.split())
     assert ", ".join(rho[:3]) + ",\n" + rho[3] in page  # of the picture
-
-
-def test_the_training_of_a_real_model_in_the_readme(tmp_path, monkeypatch):
-    """Levels and standard errors from the samples of both experiments, in the table and in the
-    picture."""
-    page = PAGES[0].read_text()
-    both = [people.levels(*table) for table in people.TABLES.values()]
-    for name in "(before)", "`exact`", "`cer`", "`overlap`", "`verifree`":
-        found = [levels[name.strip("`()")] for levels in both]
-        cells = " | ".join(
-            f"{share:.2f} ± {error:.2f}".replace("0.", ".") for share, error in found
-        )
-        assert re.search(rf"^\| {re.escape(name)}.* \| {re.escape(cells)} \|$", page, re.M), cells
-    monkeypatch.setattr(sys, "argv", ["people.py", str(tmp_path / "people.svg")])
-    people.main()
-    drawn = [(folder / "people.svg").read_text() for folder in (tmp_path, ROOT / "docs")]
-    # matplotlib writes each text as a comment, and the numbers of the dots are among them
-    of_drawn, of_stored = (re.findall("<!-- (.*?) -->", picture) for picture in drawn)
-    assert of_drawn == of_stored and ".55" in of_drawn
