@@ -30,7 +30,8 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 sys.path.append(sys.path[0] + "/..")  # where engine/, runtime/ and tasks/ are
-from engine.load import check_sampling, load
+from engine.checks import check_sampling
+from engine.load import load
 from engine.policy import spread
 from runtime import cli
 from tasks import toy_model
