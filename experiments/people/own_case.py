@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's modules
 from cer import cer
-from grade import by_grades, draw, read_grades
+from grade import by_grades, choose_questions, read_grades
 from judge import interval, judge_rewards, question_aucs
 from reward_functions import f1, words
 from rloo import leave_one_out
@@ -72,7 +72,9 @@ def sample_lines(directory, name, lines, by):
     right_of = {group["question"]: group["right"] for group in groups}
     if by != "verifier":
         path = directory / by
-        graded = by_grades(draw(groups, len(groups)), read_grades(path), path).groupby("case")
+        graded = by_grades(choose_questions(groups, len(groups)), read_grades(path), path).groupby(
+            "case"
+        )
         right_of = {own.question.iloc[0]: own.right.tolist() for _, own in graded}
     for line, group in zip(numbers(lines), groups, strict=True):
         log_W = torch.tensor(finite(group["log_W"])).view(

@@ -41,7 +41,7 @@ from benchmarks.measure import ROOT, markdown
 from engine.tokens import split_answer
 from experiments.copies.copies import copies_working
 from experiments.people import own_case
-from grade import draw, in_doubt
+from grade import choose_questions, in_doubt
 from reward_functions import f1
 from runtime import cli
 from runtime.files import read_rows, to_jsonl
@@ -192,7 +192,7 @@ def texts(args):
     for question, own in samples.groupby("question"):
         row = rows[question]
         case = {"question": question, "references": row["answer"], "answers": [*own.answer]}
-        answers = in_doubt(draw([case], 1)).answers.tolist()
+        answers = in_doubt(choose_questions([case], 1)).answers.tolist()
         shown = question.removeprefix(own_case.EXAMPLES).strip()
         shown = case | {"question": shown, "answers": answers}
         pool += [{"data": row["data"], "line": row["line"]} | shown] if shown["answers"] else []
