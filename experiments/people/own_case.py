@@ -72,9 +72,8 @@ def sample_lines(directory, name, lines, by):
     right_of = {group["question"]: group["right"] for group in groups}
     if by != "verifier":
         path = directory / by
-        graded = by_grades(choose_questions(groups, len(groups)), read_grades(path), path).groupby(
-            "case"
-        )
+        samples = choose_questions(groups, len(groups))
+        graded = by_grades(samples, read_grades(path), path).groupby("case")
         right_of = {own.question.iloc[0]: own.right.tolist() for _, own in graded}
     for line, group in zip(numbers(lines), groups, strict=True):
         log_W = torch.tensor(finite(group["log_W"])).view(
