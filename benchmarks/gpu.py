@@ -148,8 +148,9 @@ def decoding(model, tokenizer, length, repeats, steps=128):
     in one piece. The first ones take what a piece takes once."""
     for rows in 32, 128, 256:
         prompts = [[2 * length + 2 * steps] + [9] * (length - 1)] * rows  # none ends before
-        _, first = measure(repeats, generate, model, prompts, 17, 17 + steps)
-        _, whole = measure(repeats, generate, model, prompts, 17 + steps, 17 + steps)
+        in_one_piece = functools.partial(generate, piece=17 + steps)
+        _, first = measure(repeats, in_one_piece, model, prompts, 17)
+        _, whole = measure(repeats, in_one_piece, model, prompts, 17 + steps)
         step = (whole["seconds"] - first["seconds"]) / steps
         yield {"rows": rows, "tokens": length} | whole | {"seconds": step}
 
