@@ -209,7 +209,7 @@ SPREADSHEETS = {  # what they write in different countries
     "CR, blank lines": '\r\rquestion,answer\r"Two, or three?","2,5"\r\r',
     "no names": 'question,answer,,\n"Two, or three?","2,5",,\n',
     "an index": ',question,answer\n0,"Two, or three?","2,5"\n',
-    "semicolons in a name": '"a; b; c",question,answer\nx,"Two, or three?","2,5"\n',
+    "semicolons in a name": '"a; b; c; d",question,answer\nx,"Two, or three?","2,5"\n',
 }
 
 
