@@ -61,7 +61,7 @@ def main():
         check_resumed(out, vars(args) | mark, RESUME_MAY_CHANGE, last_step)
         remove_partial(out)
 
-    # The policy is trained, and copied to the actor after each step (engine/policy.py says why). With
+    # The policy is trained, and copied to the actor after each step (see engine/policy.py). With
     # --lora the actor is the policy, and small matrices beside its weights are trained.
     microbatch, lora = args.microbatch_tokens, args.lora
     budget, offload, memory = plan_memory(actor, longest, microbatch, args.cpu_offload, lora)
