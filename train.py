@@ -225,11 +225,9 @@ def make_parser():
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     # Optimization.
     add("--lora", type=count, metavar="RANK", help="train low-rank changes of the linear layers")
-    rate = "learning rate of Adam (with --lora 1e-5: what is trained starts at 0, and is smaller)"
-    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help=rate)
+    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="rate of Adam (--lora: 1e-5)")
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
-    lost = "to bf16: with nearest, the paper's, most of the first hundred steps is lost"
-    add("--rounding", default="dither", choices=["dither", "nearest"], help=lost)
+    add("--rounding", default="dither", choices=["dither", "nearest"], help="nearest: the paper's")
     length = parser.add_mutually_exclusive_group().add_argument
     length("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
     length("--steps", type=count, help="optimizer steps, instead of --epochs")
@@ -238,8 +236,7 @@ def make_parser():
     add("--seed", type=int, default=0, help="random seed of data order and samples")
     # Evaluation: samples as in training. (evaluate.py has the paper's settings.)
     add("--eval-dataset", help="a name or a file, as for --dataset (default: no evaluation)")
-    when = "steps between evaluations, of which one is before the first step and one at the end"
-    add("--eval-every", type=count, default=50, help=when)
+    add("--eval-every", type=count, default=50, help="steps between evaluations, also at both ends")
     add("--eval-limit", type=count, help="evaluate only the first K questions")
     add("--eval-runs", type=count, default=1, help="evaluation samples per question")
     # Files.

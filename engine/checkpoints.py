@@ -84,8 +84,7 @@ def save_checkpoint(out, step, keep, logged, actor, tokenizer, policy, optimizer
     partial = directory.with_name(f"partial-{directory.name}")
     try:
         dcp.save(training_state(policy, optimizer), checkpoint_id=partial / "training")
-        if hasattr(policy, "save_adapter"):  # with --lora
-            policy.save_adapter(partial / "adapter")
+        policy.save_adapter(partial / "adapter")  # with --lora
         if is_rank_0():
             export(actor, tokenizer, partial)
             (partial / LOGGED).write_text(json.dumps(logged))
