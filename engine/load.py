@@ -45,9 +45,8 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
 
 def find_dtype(dtype, device):
     """The torch dtype that --dtype means on a device."""
-    if dtype == "auto":
-        dtype = "bf16" if torch.device(device).type == "cuda" else "fp32"
-    return DTYPES[dtype]
+    auto = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    return (DTYPES | {"auto": auto})[dtype]
 
 
 def load_tokenizer(name):
