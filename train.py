@@ -1,7 +1,8 @@
-"""CER-RLOO: reinforcement learning in which the policy's own probabilities are the reward.
+"""CER-RLOO: reinforcement learning in which the policy's own probabilities are the reward. The
+defaults are the paper's, except that of --rounding. The toy has its own.
 
     python train.py                                                  # the toy, on a CPU
-    python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k    # the paper, on one GPU
+    python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k    # the paper's model and data
     torchrun --nproc-per-node 4 train.py --model Qwen/Qwen3-4B-Base --dataset webinstruct
 
 main() is the method. Below it stand its parts, and the flags.
@@ -207,8 +208,8 @@ RESUME_MAY_CHANGE += "eval_every save_every keep model dataset eval_dataset veri
 
 
 def make_parser():
-    """The flags, with the paper's values as defaults."""
-    parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
+    """The flags, with their defaults."""
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     # The model, the data and the reward.
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
@@ -249,7 +250,7 @@ def make_parser():
 
 def parse_args():
     """Take each flag from the command line, else from the run to resume or from the toy's settings,
-    else from the paper's defaults."""
+    else from the defaults."""
     parser = make_parser()
     given = parser.parse_args()
     if given.lora:
