@@ -10,7 +10,6 @@ completion `\\boxed{reference}` to the toy's training questions. pass@1 is train
 
 import argparse
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -42,19 +41,20 @@ def pass_at_1(model, tokenizer, seed):
 
 def run(seed, lr, steps):
     """Fine-tune the toy's start -> a line of the CSV."""
-    with tempfile.TemporaryDirectory() as directory:
-        toy_model.warm_start(directory, seed)
-        model, tokenizer = load(directory, "cpu")
+    start = ROOT / f"runs/sft-toy/start-{seed}"
+    if not (start / "tokenizer.json").exists():
+        toy_model.warm_start(start, seed)
+    model, tokenizer = load(start, "cpu")
     before, _ = pass_at_1(model, tokenizer, seed)
     encode = vocabulary(tokenizer).encode
     pairs = [
         (encode_prompt(tokenizer, problem), encode(rf"\boxed{{{problem.reference}}}"))
         for problem in load_problems("toy")
     ]
-    start = time.process_time()
+    since = time.process_time()
     order = iter(in_epochs(pairs, steps * BATCH, seed))
     finetune(model.train(), order, steps, BATCH, lr, tokenizer.eos_token_id)
-    seconds = time.process_time() - start
+    seconds = time.process_time() - since
     after, lines = pass_at_1(model.eval(), tokenizer, seed)
     print(seed, lr, steps, lines[0]["texts"], lines[0]["references"])
     line = {"seed": seed, "lr": lr, "steps": steps, "passes": steps * BATCH / len(pairs)}

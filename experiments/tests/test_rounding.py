@@ -7,6 +7,7 @@ import torch
 from conftest import ROOT
 
 from experiments.rounding import rounding
+from experiments.rounding.arrives import arrives
 from experiments.tests.told import page_of, words_of
 
 PAGE = page_of("rounding")
@@ -31,6 +32,15 @@ def test_the_trainings_with_two_roundings():
     assert (
         numbers in words and f"of {means[0]} after ten steps with `dither`, and {means[1]}" in words
     )
+
+
+def test_a_step_arrives_in_the_mean_if_the_weights_are_no_bf16_numbers():
+    """The weights of the page's table are not at hand. These are as large as those of the file."""
+    weights = 0.012 * torch.randn(200_000, generator=torch.Generator().manual_seed(1))
+    on_the_grid = weights.bfloat16().float()
+    for steps, least, most in (1, 0.05, 0.3), (10, 0.6, 0.95):
+        (along, exact), (rounded, _) = arrives(weights, steps), arrives(on_the_grid, steps)
+        assert 0.95 < along / exact < 1.05 and least < rounded / exact < most
 
 
 def test_how_far_a_weight_is_from_the_next_bf16_number():
