@@ -1,3 +1,4 @@
+import copy
 import io
 import os
 import shutil
@@ -52,6 +53,12 @@ def device(request, monkeypatch):
 @pytest.fixture(scope="session")
 def tokenizer():
     return toy_model.build_tokenizer()
+
+
+@pytest.fixture
+def own_tokenizer(tokenizer):
+    """A copy of it, which the test may change."""
+    return copy.deepcopy(tokenizer)
 
 
 REAL = SHARED / "data" / "qwen3_tokenizer"

@@ -349,7 +349,8 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
 
     monkeypatch.setattr(train, "ask_judges", ask_judges)
     monkeypatch.setitem(REWARDS, "exact", Reward(lambda judged: judged.right, set()))
-    return script(train, f"{flags} --reward exact --save-every 9 --out run")
+    flags += " --reward exact --save-every 9 --eval-dataset= --out run"
+    return script(train, flags)
 
 
 @pytest.mark.parametrize("name", "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split())
