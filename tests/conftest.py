@@ -1,3 +1,4 @@
+import copy
 import io
 import os
 import shutil
@@ -52,6 +53,12 @@ def device(request, monkeypatch):
 @pytest.fixture(scope="session")
 def tokenizer():
     return toy_model.build_tokenizer()
+
+
+@pytest.fixture
+def own_tokenizer(tokenizer):
+    """A copy of it, which the test may change."""
+    return copy.deepcopy(tokenizer)
 
 
 REAL = SHARED / "data" / "qwen3_tokenizer"
@@ -168,11 +175,15 @@ def quick(toy_model_dir):
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory, quick):
     """The directory of a run of four steps, which tests read or copy. Beside it: stderr."""
-    folder = tmp_path_factory.mktemp("finished")
+    return four_steps(tmp_path_factory.mktemp("finished"), quick)
+
+
+def four_steps(folder, flags):
+    """Train for four steps -> the directory of the run, in the folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        code, _, err = run_script(train, f"{quick} --steps 4 --save-every 2 --out run")
+        code, _, err = run_script(train, f"{flags} --steps 4 --save-every 2 --out run")
     assert code == 0, err
     (folder / "stderr").write_text(err)
     return folder / "run"
@@ -180,8 +191,13 @@ def finished_run(tmp_path_factory, quick):
 
 @pytest.fixture
 def stopped_run(tmp_path, finished_run):
-    """The directory of a copy, as a crash in its second evaluation would leave it."""
-    run = shutil.copytree(finished_run, tmp_path / "run")
+    return as_a_crash_leaves(finished_run, tmp_path / "run")
+
+
+def as_a_crash_leaves(finished, run):
+    """Copy a run of four steps to the directory `run`, as a crash in its second evaluation would
+    leave it."""
+    shutil.copytree(finished, run)
     shutil.rmtree(run / "checkpoints" / "step-4")
     for name in LOGS:  # the last line is half written
         (run / name).write_text((run / name).read_text()[:-40])

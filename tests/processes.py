@@ -83,15 +83,19 @@ def weights_of_a_new_policy(model_dir, path):
     dist.destroy_process_group()
 
 
-def two_updates(model_dir, rows, budget, lr, path, lora_rank=None):
-    """Two optimizer steps; rank 0 saves what they did."""
-    device = ranks.init_ranks()
-    model = load.load_model(model_dir, "cpu", torch.float32).to(device)
-    model = lora.LoraPolicy(model, lora_rank, "dither", 0) if lora_rank else policy.Policy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    done = [update(model, optimizer, rows, lr, budget) for _ in range(2)]
-    weights = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}
+def two_updates(cases, rows, budget, lr, path):
+    """Two optimizer steps in each case, (the model's directory, the rank of LoRA or None); rank 0
+    saves what they did."""
+    device, found = ranks.init_ranks(), []
+    for model_dir, lora_rank in cases:
+        model = load.load_model(model_dir, "cpu", torch.float32).to(device)
+        whole = not lora_rank
+        model = policy.Policy(model) if whole else lora.LoraPolicy(model, lora_rank, "dither", 0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+        done = [update(model, optimizer, rows, lr, budget) for _ in range(2)]
+        weights = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}
+        found.append((done, weights))
     if dist.get_rank() == 0:
-        torch.save({"done": done, "weights": weights}, path)
+        torch.save(found, path)
     dist.barrier()
     dist.destroy_process_group()

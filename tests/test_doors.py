@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +25,7 @@ def test_ctrl_c_in_a_script_is_one_line(script, monkeypatch):
     assert (code, out, err) == (130, "", "evaluate.py: stopped by Ctrl-C\n")
 
 
-@pytest.mark.parametrize("name", ["train.py", "plot.py"])
-@pytest.mark.parametrize("library", ["tqdm", "numpy"])
+@pytest.mark.parametrize("name, library", [("train.py", "tqdm"), ("plot.py", "numpy")])
 def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path, name, library):
     """Also where a library would catch it. A process that ignores it, as under nohup, goes on."""
     (tmp_path / f"{library}.py").write_text(
@@ -99,9 +99,16 @@ def test_a_file_system_without_locks_is_named_and_the_run_goes_on(
 
 
 def test_no_library_computes_with_gmpy2(tmp_path):
-    """math-verify's time limit cannot interrupt it. torch and transformers import sympy, too."""
+    """math-verify's time limit cannot interrupt it. torch and transformers import sympy, too, so
+    what prevents it stands first in every script."""
     (tmp_path / "gmpy2.py").write_text("raise SystemExit('gmpy2 is imported')")
-    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, ROOT / "train.py", "--help"]
-    ended = subprocess.run(command, env=os.environ | paths, capture_output=True)
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    clean = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    for name in "SYMPY_GROUND_TYPES", "MPMATH_NOGMPY":  # which were set for these tests, too
+        clean.pop(name)
+    command = [sys.executable, "-c", "import runtime, math_verify"]
+    ended = subprocess.run(command, env=clean, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for path in ROOT.glob("*.py"):
+        if "run_script(main)" in (source := path.read_text()):
+            imported = re.findall(r"^(?:from|import) .*", source, re.MULTILINE)
+            assert imported[0].startswith("from runtime"), path.name

@@ -22,7 +22,7 @@ from engine.tokens import vocabulary
 from rloo import TrainingRow, update
 from rollout import sample
 from runtime.cli import InputError
-from tasks import data, toy_model
+from tasks import data
 from tasks.prompts import encode_prompt
 
 # ------------------------------------------------------------------------------------------- tokens
@@ -38,8 +38,8 @@ def test_the_bytes_of_the_tokens_spell_the_text(tokenizer, qwen_tokenizer):
     assert of_qwen[end] == b"" and of_qwen[think] == b"<think>"  # the latter is not special
 
 
-def test_tokenizers_that_cannot_be_scored_are_refused():
-    prefixed, merged, plain = (toy_model.build_tokenizer() for _ in range(3))
+def test_tokenizers_that_cannot_be_scored_are_refused(tokenizer):
+    prefixed, merged, plain = (copy.deepcopy(tokenizer) for _ in range(3))
     prefixed.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     merged.add_tokens(["boxed{"])
     plain.backend_tokenizer.decoder = decoders.Fuse()
@@ -49,11 +49,10 @@ def test_tokenizers_that_cannot_be_scored_are_refused():
             vocabulary(tokenizer)
 
 
-def test_tokens_that_are_added_later():
-    tokenizer = toy_model.build_tokenizer()
-    size = len(vocabulary(tokenizer).bytes)
-    tokenizer.add_tokens(["🙂"])
-    assert vocabulary(tokenizer).join([size]) == "🙂".encode()
+def test_tokens_that_are_added_later(own_tokenizer):
+    size = len(vocabulary(own_tokenizer).bytes)
+    own_tokenizer.add_tokens(["🙂"])
+    assert vocabulary(own_tokenizer).join([size]) == "🙂".encode()
 
 
 def test_sampled_ids_are_cut_as_they_are(qwen_tokenizer):
@@ -120,10 +119,10 @@ CLASSES = ("GPT2Tokenizer", "qwen3"), ("Qwen2Tokenizer", "llama"), ("TokenizersB
 
 
 @pytest.mark.parametrize("name, family", CLASSES)
-def test_the_tokens_are_those_of_tokenizer_json(tmp_path, monkeypatch, name, family):
+def test_the_tokens_are_those_of_tokenizer_json(own_tokenizer, tmp_path, monkeypatch, name, family):
     """The library builds these classes, and those of a Qwen2, anew, with a rule of their own for
     where text is split: here digits are joined. Also after the export."""
-    made = toy_model.build_tokenizer()
+    made = own_tokenizer
     split = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\\boxed|[{}]|\s+|\S"), "isolated")
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -254,9 +253,9 @@ def test_the_actor_has_the_weights_with_which_the_policy_computes(rounding):
     assert mean == pytest.approx(1e-5, rel=0.1) if rounding == "dither" else mean < 5e-6
 
 
-def test_the_hubs_generation_settings_do_not_reach_the_sampler(tmp_path):
+def test_the_hubs_generation_settings_do_not_reach_the_sampler(own_tokenizer, tmp_path):
     """check_sampling asserts that scores equal logits; here load() has something to undo."""
-    tokenizer = toy_model.build_tokenizer()
+    tokenizer = own_tokenizer
     tokenizer.add_tokens(["<|turn|>", "<|other|>"], special_tokens=True)
     stop, turn = tokenizer.convert_tokens_to_ids(["<eos>", "<|turn|>"])
     model = tiny_model(2 * len(tokenizer), initializer_range=0.02)
@@ -285,8 +284,8 @@ TURNS = {  # how a template writes an answer, and what ends it
 
 
 @pytest.mark.parametrize("turn, end", TURNS.items())
-def test_a_sample_stops_where_the_chat_template_ends_a_turn(turn, end):
-    tokenizer, model = toy_model.build_tokenizer(), tiny_model(256)
+def test_a_sample_stops_where_the_chat_template_ends_a_turn(own_tokenizer, turn, end):
+    tokenizer, model = own_tokenizer, tiny_model(256)
     own = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     marks = ["<|done|>", "[END]", "<|user|>", "\n", "<|other|>"]  # added, some not as special
     tokenizer.add_tokens(marks[:2], special_tokens=True), tokenizer.add_tokens(marks[2:])
@@ -303,9 +302,9 @@ def test_qwens_model_stops_at_the_end_of_its_turn_and_of_its_text(qwen_tokenizer
     assert stops == ["<|endoftext|>", "<|im_end|>"]
 
 
-def test_a_stop_is_no_ordinary_text(tokenizer, capsys):
+def test_a_stop_is_no_ordinary_text(tokenizer, own_tokenizer, capsys):
     """A config that names no end has the default of its class, an id that may be any character."""
-    model, bare = tiny_model(256), toy_model.build_tokenizer()
+    model, bare = tiny_model(256), own_tokenizer
     character = tokenizer.encode("!")
     model.generation_config.eos_token_id = [*character, tokenizer.eos_token_id]
     load.reset_generation_config(model, tokenizer)
@@ -454,7 +453,7 @@ def test_the_prompt_with_and_without_a_chat_template(tokenizer, qwen_tokenizer):
     expected = f"{of_system}<|im_start|>user\n{LETTER}<|im_end|>\n<|im_start|>assistant\n"
     # The paper's prompt. Qwen3's template adds an empty thought only where it is told to.
     assert qwen_tokenizer.decode(encode_prompt(qwen_tokenizer, letter)) == expected
-    plain = toy_model.build_tokenizer()
+    plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     words = data.Problem("How many?", "14", "text")
     contents = {number: f"How many?\n{BOXED}", words: f"How many?\n{BOXED}", letter: LETTER}

@@ -8,7 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import QWEN3_4B, example_rows, steps_of, tiny_model, written_by
+from conftest import (
+    QWEN3_4B,
+    as_a_crash_leaves,
+    example_rows,
+    four_steps,
+    steps_of,
+    tiny_model,
+    written_by,
+)
 from one_file import completion_logprobs
 from processes import finish, run_in, start_ranks
 from torch.distributed.checkpoint import FileSystemReader
@@ -171,14 +179,17 @@ def flags(quick):
     return f"{quick} --lora 4 --lr 2e-3"
 
 
-def test_it_begins_where_full_training_does(script, flags, quick):
+@pytest.fixture(scope="module")
+def low_run(tmp_path_factory, flags):
+    """The directory of a run of four steps, which tests read or copy."""
+    return four_steps(tmp_path_factory.mktemp("low"), flags)
+
+
+def test_it_begins_where_full_training_does(low_run, finished_run):
     """With the same samples and rewards in the first step, and others in the second."""
-    for name, these in ("low", flags), ("full", quick):
-        code, _, err = script(train, f"{these} --out {name}")
-        assert code == 0, err
-    low, full = (read_rows(f"{name}/samples.jsonl") for name in ("low", "full"))
+    low, full = (read_rows(run / "samples.jsonl") for run in (low_run, finished_run))
     assert low[:2] == full[:2] and low[2:] != full[2:]
-    assert steps_of(Path("low"))[0]["reward"] == steps_of(Path("full"))[0]["reward"] > 0
+    assert steps_of(low_run)[0]["reward"] == steps_of(finished_run)[0]["reward"] > 0
 
 
 def test_it_learns(script, flags):
@@ -187,23 +198,21 @@ def test_it_learns(script, flags):
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3]), rewards
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(script, flags, toy_model_dir, monkeypatch):
-    """To the byte. Its checkpoints are plain models, with little beside them. Another rank, no rank
-    and another model are refused."""
-    two = f"{flags} --save-every 2"
-    code, _, err = script(train, f"{two} --steps 4 --out whole")
-    assert code == 0, err
-    assert script(train, f"{two} --steps 2 --out run")[0] == 0
-    refused = "--lora 2", "lora was 4 and is 2"
-    code, _, err = script(train, f"--resume --out run --steps 4 {refused[0]}")
-    assert code == 2 and refused[1] in err, err
+def test_a_resumed_run_equals_one_that_never_stopped(
+    script, low_run, tmp_path, toy_model_dir, monkeypatch
+):
+    """To the byte. Its checkpoints are plain models, with little beside them. Another rank and
+    another model are refused."""
+    run = as_a_crash_leaves(low_run, tmp_path / "run")
+    code, _, err = script(train, "--resume --out run --lora 2")
+    assert code == 2 and "lora was 4 and is 2" in err, err
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints_of, "mark_of", lambda actor: "another")
-        code, _, err = script(train, "--resume --out run --steps 4")
+        code, _, err = script(train, "--resume --out run")
         assert code == 2 and "and is another" in err, err
-    code, _, err = script(train, "--resume --out run --steps 4")
+    code, _, err = script(train, "--resume --out run")
     assert code == 0, err
-    assert written_by(Path("run")) == written_by(Path("whole"))
+    assert written_by(run) == written_by(low_run)
     _, last = checkpoints("run")[-1]
     trained = AutoModelForCausalLM.from_pretrained(last)
     before = AutoModelForCausalLM.from_pretrained(toy_model_dir)
@@ -223,11 +232,10 @@ def test_a_full_run_does_not_go_on_with_it(script, stopped_run):
     assert code == 2 and "lora was None and is 4" in err, err
 
 
-def test_peft_reads_the_adapter(script, flags, toy_model_dir):
+def test_peft_reads_the_adapter(low_run, toy_model_dir):
     """On the model that the run began with, it gives the logits of the checkpoint."""
     peft = pytest.importorskip("peft")
-    assert script(train, f"{flags} --out run")[0] == 0
-    _, last = checkpoints("run")[-1]
+    _, last = checkpoints(low_run)[-1]
     ids = torch.tensor([[5, 6, 7, 8]])
     merged, base = (AutoModelForCausalLM.from_pretrained(d) for d in (last, toy_model_dir))
     without = base(ids).logits
@@ -252,11 +260,11 @@ def test_the_adapter_names_its_base_from_anywhere(tmp_path, monkeypatch):
         assert config["base_model_name_or_path"] == expected
 
 
-def test_it_goes_on_with_two_ranks(script, tmp_path, flags):
-    assert script(train, f"{flags} --steps 2 --out run")[0] == 0
+def test_it_goes_on_with_two_ranks(tmp_path, low_run):
+    run = as_a_crash_leaves(low_run, tmp_path / "run")
     finish(start_ranks(2, run_in, tmp_path, train.main, "--out run --resume --steps 3"))
-    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3]
-    weights = [AutoModelForCausalLM.from_pretrained(d).state_dict() for _, d in checkpoints("run")]
+    assert [line["step"] for line in steps_of(run)] == [1, 2, 3]
+    weights = [AutoModelForCausalLM.from_pretrained(d).state_dict() for _, d in checkpoints(run)]
     for name, before in weights[0].items():
         assert ("_proj" in name) == bool((weights[1][name] != before).any()), name
 

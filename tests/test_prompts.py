@@ -13,7 +13,7 @@ import judge
 import train
 from reward_functions import asking_prompts, check_asked
 from runtime.cli import InputError
-from tasks import general_verifier, toy_model
+from tasks import general_verifier
 from tasks.data import Problem
 from tasks.prompts import encode_prompt, show_first, usable_prompts
 
@@ -41,9 +41,9 @@ def test_a_long_prompt_is_shown_without_its_middle(tokenizer, capsys):
     assert "Ana Ana" in said and len(said) < 1500
 
 
-def test_control_tokens_are_left_out_and_counted(capsys):
+def test_control_tokens_are_left_out_and_counted(own_tokenizer, capsys):
     """In questions and references, also in one of several."""
-    tokenizer = toy_model.build_tokenizer()
+    tokenizer = own_tokenizer
     tokenizer.add_tokens(["<think>", "   "])  # the model's marks; others add runs of spaces
     good = Problem("How <b>many</b>?", "   14")  # these are no tokens
     bad = [Problem("How<eos>?", "14"), Problem("How?", "<think>14")]
@@ -67,9 +67,9 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_that_does_not_show_the_message_is_refused(template):
+def test_a_template_that_does_not_show_the_message_is_refused(own_tokenizer, template):
     """Whether the model samples, is asked or grades."""
-    tokenizer, problem = toy_model.build_tokenizer(), Problem("How many?", "14", "text")
+    tokenizer, problem = own_tokenizer, Problem("How many?", "14", "text")
     tokenizer.chat_template = template
     asked = tiny_model(len(tokenizer), max_position_embeddings=1024), tokenizer
     for ask in (
@@ -81,11 +81,11 @@ def test_a_template_that_does_not_show_the_message_is_refused(template):
             ask()
 
 
-def test_all_are_asked_in_one_way():
+def test_all_are_asked_in_one_way(own_tokenizer):
     """Who is asked about an answer is told not to think, where the template knows that, and who is
     asked the question is told nothing. Without a template a text stands behind the token that
     begins one, and without the token that some tokenizers append."""
-    tokenizer, problem = toy_model.build_tokenizer(), Problem("How many?", "14", "text")
+    tokenizer, problem = own_tokenizer, Problem("How many?", "14", "text")
 
     def asked():
         yield encode_prompt(tokenizer, problem)

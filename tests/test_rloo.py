@@ -12,7 +12,6 @@ from engine.tokens import vocabulary
 from reward_functions import ask_judges
 from rloo import TrainingRow, leave_one_out, microbatches, update, verifree_rows
 from rollout import to_group
-from tasks import toy_model
 from tasks.data import Problem
 
 
@@ -90,10 +89,10 @@ def test_the_update_takes_verifrees_gradient(tokenizer, monkeypatch, budget, off
     assert (ours - flat(p.grad for p in naive.parameters())).abs().max() < 1e-10
 
 
-def test_verifree_closes_the_box_as_the_model_does():
+def test_verifree_closes_the_box_as_the_model_does(own_tokenizer):
     """With a tokenizer that merges the brace with what follows. The rows, averaged over the tokens
     with which the model closes its box, have the gradient of log pi(a*|s), which sums over them."""
-    tokenizer = toy_model.build_tokenizer()
+    tokenizer = own_tokenizer
     tokenizer.add_tokens(["}\n", "}."])
     vocab, model = vocabulary(tokenizer), tiny_model(len(tokenizer))
     prompt, box, spelled = map(vocab.encode, ("q: so ", "\\boxed", "{14"))
