@@ -2,16 +2,16 @@
 
     python experiments/sft/people.py DATA MODEL OUT rows      # the files that the runs read
     python experiments/sft/people.py DATA MODEL OUT passes    # how long to fine-tune
-    python experiments/sft/people.py DATA MODEL OUT pilot     # which rate for --lora
-    python experiments/sft/people.py DATA MODEL OUT runs --passes 2 --lora-rate 1e-4 --seeds 0 1 2
+    python experiments/sft/people.py DATA MODEL OUT runs
     python experiments/sft/people.py DATA MODEL OUT gather    # people.csv
     python experiments/sft/people.py DATA MODEL OUT tables    # from people.csv
 
-DATA holds squad_human.jsonl and fairytaleqa_human.jsonl, MODEL is SmolLM2-135M-Instruct. Each run
-is a directory in OUT. What is finished is not run again. Two runs go at a time, one thread each.
+DATA holds squad_human.jsonl, MODEL is SmolLM2-135M-Instruct. Each run is a directory in OUT. What
+is finished is not run again. Two runs go at a time, one thread each.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -39,9 +39,10 @@ Question: What can be measured with lichens?
 Solution: They take in everything from the air, so they are used to measure how polluted it is. \boxed{air pollution}
 
 """  # noqa: E501
+PASSES = 2  # chosen by `passes`
 HELD_OUT = "--runs 4 --max-new-tokens 64 --temperature 1 --top-p 1 --top-k 0"
 RECIPE = "--verifier text --reward verifree --questions 4 --samples 8 --max-new-tokens 64"
-RECIPE += " --microbatch-tokens 1024"  # more take longer, and two runs more memory than there is
+RECIPE += " --steps 30 --seed 0 --microbatch-tokens 1024"  # more take longer, and memory
 RECIPE += " --eval-runs 1 --eval-limit 1 --eval-every 1000 --save-every 10 --keep 1"
 
 
@@ -50,9 +51,8 @@ RECIPE += " --eval-runs 1 --eval-limit 1 --eval-every 1000 --save-every 10 --kee
 
 def ask(line, before=""):
     question = f"{before}Passage: {line['passage']}\nQuestion: {line['question'].strip()}\n"
-    return question + (
-        "Solution:" if before else "Reason in one sentence, then box a short answer."
-    )
+    end = "Solution:" if before else "Reason in one sentence, then box a short answer."
+    return question + end
 
 
 def length(line):
@@ -74,7 +74,6 @@ def boxed(rows, rng):
 def make_rows(args):
     """Those of the page `people` (lines 0 to 149, 150 to 299, 300 to 399), and the others."""
     lines = [json.loads(line) for line in open(args.data / "squad_human.jsonl")]
-    tales = [json.loads(line) for line in open(args.data / "fairytaleqa_human.jsonl")]
     random.seed(0)
     demonstrations = []
     for line in lines[:150]:
@@ -97,10 +96,6 @@ def make_rows(args):
     write(args.out / "sft-rest.jsonl", boxed(rest, random.Random("rest")))
     for seed in range(3):
         write(args.out / f"sft-{seed}.jsonl", boxed(train, random.Random(seed)))
-    short = [x for x in tales if length(x) <= 110]
-    write(
-        args.out / "pilot.jsonl", [{"question": ask(x), "answer": x["references"]} for x in short]
-    )
 
 
 # ----------------------------------------------------------------------------------------- the runs
@@ -129,13 +124,12 @@ def evaluated(args, name, model, rows="test.jsonl", settings=HELD_OUT):
     run(f"{command} --out {args.out / name}", args.out / name / "results.json")
 
 
-def trained(args, name, seed, steps, rows, flags):
+def trained(args, name, flags):
     out = args.out / name
-    command = f"train.py --model {args.out / 'start'} --dataset {args.out / rows} {RECIPE}"
-    command += f" --seed {seed} --steps {steps} {flags}"
+    command = f"train.py --model {args.out / 'start'} --dataset {args.out / 'train.jsonl'} {RECIPE}"
     if (out / "config.json").exists():
-        command = "train.py --resume"
-    run(f"{command} --out {out}", out / "checkpoints" / f"step-{steps}")
+        command, flags = "train.py --resume", ""
+    run(f"{command} {flags} --out {out}", out / "checkpoints" / "step-30")
 
 
 def both_ways(args, name, model, rows="test.jsonl"):
@@ -147,7 +141,7 @@ def both_ways(args, name, model, rows="test.jsonl"):
 def passes(args):
     start = args.out / "start"
     supervised(args, "start", args.model, args.out / "demos.jsonl", 3, 0)
-    for epochs in 1, 2, 4:
+    for epochs in 1, PASSES:
         name = f"passes-{epochs}"
         supervised(args, name, start, args.out / "sft-rest.jsonl", epochs, 0)
         settings = HELD_OUT.replace("--runs 4", "--runs 32")
@@ -155,26 +149,14 @@ def passes(args):
         print(epochs, quality(args.out / f"{name}-tenth"))
 
 
-def pilot(args):
-    with ThreadPoolExecutor(2) as pool:
-        for rate in "1e-4", "5e-4":
-            name = f"pilot-{rate}"
-            pool.submit(trained, args, name, 0, 8, "pilot.jsonl", f"--lora 32 --lr {rate}")
-
-
 def train_all(args):
-    def full(seed):
-        trained(args, f"full-{seed}", seed, 30, "train.jsonl", "--lr 1e-5")
-        both_ways(args, f"full-{seed}", args.out / f"full-{seed}/checkpoints/step-30")
-
-    def lora(seed, rate):
-        trained(args, f"lora-{rate}-{seed}", seed, 30, "train.jsonl", f"--lora 32 --lr {rate}")
-        model = args.out / f"lora-{rate}-{seed}/checkpoints/step-30"
-        both_ways(args, f"lora-{rate}-{seed}", model)
+    def verifree(name, flags):
+        trained(args, name, flags)
+        both_ways(args, name, args.out / f"{name}/checkpoints/step-30")
 
     def sft(seed):
         rows = args.out / f"sft-{seed}.jsonl"
-        supervised(args, f"sft-{seed}", args.out / "start", rows, args.passes, seed)
+        supervised(args, f"sft-{seed}", args.out / "start", rows, PASSES, seed)
         both_ways(args, f"sft-{seed}", args.out / f"sft-{seed}")
 
     def untrained():
@@ -183,12 +165,9 @@ def train_all(args):
         both_ways(args, "start", args.out / "start")
 
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(untrained)]
-        for seed in args.seeds:
-            jobs.append(pool.submit(full, seed))
-            jobs.append(pool.submit(lora, seed, args.lora_rate))
-            jobs.append(pool.submit(sft, seed))
-        jobs += [pool.submit(lora, seed, "1e-5") for seed in args.seeds]
+        jobs = [pool.submit(verifree, "full-0", "--lr 1e-5")]
+        jobs += [pool.submit(verifree, "lora-1e-4-0", "--lora 32 --lr 1e-4")]
+        jobs += [pool.submit(sft, seed) for seed in range(3)] + [pool.submit(untrained)]
         for job in jobs:
             job.result()
 
@@ -246,37 +225,51 @@ def with_seeds(shares):
 
 
 def difference(samples, one, other, what="text"):
-    """One arm minus another, paired by question, of the seeds that both have."""
-    shares = [samples[samples.arm == arm].pivot_table(what, "line", "seed") for arm in (one, other)]
-    both = shares[0].columns.intersection(shares[1].columns)
-    return (*with_seeds(shares[0][both] - shares[1][both]), len(both))
+    """One arm minus another, paired by question -> the mean, its standard error, and the seeds of
+    the first. Where the other has one seed, or was not trained, it is taken from each."""
+    one, other = (
+        samples[samples.arm == arm].pivot_table(what, "line", "seed") for arm in (one, other)
+    )
+    mean, error = with_seeds(one.sub(other[0], axis=0))
+    return mean, error, one.shape[1]
+
+
+def table(decoding):
+    """The shares of each arm, as a table."""
+    samples = read()
+    samples = samples[samples.decoding == decoding]
+    rows = {}
+    for arm in [arm for arm in ARMS if (samples.arm == arm).any()]:
+        own = samples[samples.arm == arm]
+        shares = {what: with_seeds(own.pivot_table(what, "line", "seed")) for what in WHAT}
+        cells = {what: "{:.3f} ± {:.3f}".format(*share) for what, share in shares.items()}
+        cells |= {
+            "answered": f"{(own.answer != '').mean():.3f}",
+            "cut off": f"{own.cut.mean():.3f}",
+        }
+        answered = own[own.answer != ""].answer
+        cells["words"] = f"{answered.str.split().str.len().mean():.1f}"
+        cells |= {"tokens": f"{own.tokens.mean():.0f}", "seeds": str(own.seed.nunique())}
+        rows[f"`{arm}`"] = {name: cell.replace("0.", ".") for name, cell in cells.items()}
+    return pandas.DataFrame(rows).T
 
 
 def tables(args):
+    for decoding in "sampled", "greedy":
+        print(f"{decoding}\n{table(decoding).to_string()}")
     samples = read()
-    for decoding, own in samples.groupby("decoding"):
-        print(decoding)
-        for arm, of_arm in own.groupby("arm"):
-            shares = {what: with_seeds(of_arm.pivot_table(what, "line", "seed")) for what in WHAT}
-            shown = "  ".join(
-                f"{what} {mean:.3f} ± {error:.3f}" for what, (mean, error) in shares.items()
-            )
-            answered = (of_arm.answer != "").mean()
-            print(f"  {arm} ({of_arm.seed.nunique()} seeds)  {shown}  answered {answered:.3f}")
-    sampled = samples[samples.decoding == "sampled"]
-    full = "full"
-    loras = [arm for arm in sampled.arm.unique() if arm.startswith("lora-")]
-    for one, other in [("sft", full), *((arm, full) for arm in loras), ("sft", "prompted")]:
+    for decoding, (one, other) in itertools.product(("sampled", "greedy"), PAIRS):
+        own = samples[samples.decoding == decoding]
         for what in WHAT:
+            mean, error, count = difference(own, one, other, what)
             print(
-                one,
-                "minus",
-                other,
-                what,
-                "{:.3f} ± {:.3f}, {} seeds".format(*difference(sampled, one, other, what)),
+                f"{decoding}: {one} minus {other}, {what}: {mean:.3f} ± {error:.3f}, {count} seeds"
             )
 
 
+ARMS = ["plain", "prompted", "start", "sft", "full", "lora-1e-4"]
+PAIRS = ("sft", "full"), ("lora-1e-4", "full"), ("sft", "prompted"), ("sft", "start")
+PAIRS += ("full", "start"), ("lora-1e-4", "start")
 WHAT = ["text", "verbatim", "f1"]
 
 
@@ -286,12 +279,9 @@ def main():
     add("data", type=Path)
     add("model", type=Path)
     add("out", type=lambda text: Path(text).resolve())
-    steps = {"rows": make_rows, "passes": passes, "pilot": pilot, "runs": train_all}
+    steps = {"rows": make_rows, "passes": passes, "runs": train_all}
     steps |= {"gather": gather, "tables": tables}
     add("step", choices=steps)
-    add("--passes", type=int)
-    add("--lora-rate")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     steps[args.step](args)
