@@ -20,20 +20,18 @@ a likely solution is simply there more often. And because s_i itself is among th
 the mean rho at every N, given a_i (docs/theory.md has the proof and its conditions, docs/lesson.md
 the reason in words).
 
-R is a constant: no gradient flows through it. Over the model's own answers the mean of rho is exact
-match's (Theorem 2), so with its gradient through rho, too, CER would be exact match in expectation.
+R is a constant: no gradient flows through it, although it depends on the weights. Over the model's
+own answers the mean of rho is exact match's (Theorem 2), and so is the gradient of this mean, of
+which a part goes through rho. With that part CER would be exact match in expectation. Without it,
+CER moves probability to paraphrases of the reference, too.
 
 In the code W has one row for each of the U distinct answers, since equal answers have equal rows,
 and one column for each sample with a closed box. The file has four parts: Eq. 8; `rewards`, from
 the sampled tokens of one question to R; W and P from a model; and what only Eq. 3 and the paper's
 Table 3 need.
 
-The order to read in: README; docs/lesson.md, which builds all this from nothing;
-examples/one_file.py, which computes the same R in plain lines; this file, rollout.py,
-rloo.py and train.py; and examples/two_tables.py.
-
-For another trainer copy this file and engine/tokens.py, and leave a line such as
-"copied from REPOSITORY at COMMIT, MIT licence".
+README.md says in which order to read. For another trainer copy this file and engine/tokens.py, and
+leave a line such as "copied from REPOSITORY at COMMIT, MIT licence".
 """
 
 import os
@@ -92,7 +90,7 @@ class Scores:
         P[self.columns] = self.log_P.exp()
         return P
 
-    def draw_references(self):
+    def sample_references(self):
         """One reference for each column, drawn in proportion to its probability after the column's
         solution -> {sample: reference}."""
         drawn = torch.multinomial(self.log_references.softmax(0).T, 1)[:, 0].tolist()
@@ -136,7 +134,7 @@ def score(model, tokenizer, prompt, completions, reference, M=None) -> Scores:
 
 def rewards(model, tokenizer, prompt, completions, reference, M=None):
     """CER of the N samples of one question -> (R [N], Scores), for another trainer. The inputs are
-    those of `score`. No gradient flows through R."""
+    those of `score`. R is a constant."""
     # Padding would be read as a part of the context, except after a completion.
     padding = tokenizer.pad_token_id
     padded = any(ids[:2] == [padding] * 2 and {*ids} > {padding} for ids in (prompt, *completions))
@@ -150,8 +148,8 @@ def rewards(model, tokenizer, prompt, completions, reference, M=None):
 
 def check_inputs(prompt, completions, references, M):
     """Raise ValueError for what would give a wrong reward without an error."""
-    rows = [prompt, *completions] if isinstance(completions, list) else [completions]
-    if not all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in rows):
+    lists = [prompt, *completions] if isinstance(completions, list) else [completions]
+    if not all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in lists):
         raise ValueError("expected lists of token ids: .tolist(), or return_dict=False")
     if prompt and completions and all(ids[: len(prompt)] == prompt for ids in completions):
         raise ValueError("the completions begin with the prompt: pass ids[len(prompt):]")

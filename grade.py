@@ -25,7 +25,7 @@ from pathlib import Path
 
 from engine.checkpoints import mark_of
 from engine.load import add_flags, load
-from judge import say_judgement
+from judge import say_ratings
 from reward_functions import REWARDS
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
@@ -176,7 +176,7 @@ def say_numbers(samples, path):
         for run, of_run in graded.groupby("run", sort=False):
             if any(of_run[name].notna().any() for name in of_run if name in REWARDS):
                 print(f"\n{run}, what is right by {path}:")
-                say_judgement(of_run.dropna(axis="columns", how="all"))
+                say_ratings(of_run.dropna(axis="columns", how="all"))
     else:
         print(f"{path} has no grades of these questions")
     return grades

@@ -33,7 +33,7 @@ FEW = 10  # fewer questions with right and wrong answers give no interval
 # ---------------------------------------------------------------------------------------- the table
 
 
-def say_judgement(samples, path=None):
+def say_ratings(samples, path=None):
     """Print what samples say about the rewards that all of them have -> the table, a DataFrame with
     a row for each reward. path: where it is written before anything is printed."""
     given = [name for name in samples if name in REWARDS]
@@ -43,7 +43,7 @@ def say_judgement(samples, path=None):
     if not names:
         return None
     samples = samples.set_index(samples.case.factorize()[0])  # a question of several calls is one
-    both, table = judge_rewards(samples, names)
+    both, table = rate_rewards(samples, names)
     if path:
         write_atomically(path, table.to_json(orient="index", indent=2, double_precision=15))
     shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
@@ -64,7 +64,7 @@ def say_judgement(samples, path=None):
     return table
 
 
-def judge_rewards(samples, names):
+def rate_rewards(samples, names):
     """-> how many questions have both right and wrong answers, and the table. samples: indexed by
     question."""
     answered = samples[samples.answered]
@@ -133,7 +133,7 @@ def main():
 
     lines = sample_and_judge(actor, tokenizer, problems, *sizes, names, verifier_model, write)
     if cli.is_rank_0():
-        say_judgement(sample_table(lines), path=out / "judge.json")
+        say_ratings(sample_table(lines), path=out / "judge.json")
         say_grade(lines, out)
         print(f"all samples are in {out}")
         if with_columns := [k for k, line in enumerate(lines) if line.get("columns")]:

@@ -203,7 +203,7 @@ def mean_of(*rewards):
 class Reward:
     of: Callable[[Judged], torch.Tensor]  # -> R [N]
     judges: set[str]  # who has to be asked, see ask_judges
-    rows: Callable = rloo_rows  # (Judged, R, A, tokenizer) -> the training rows of the question
+    training_rows: Callable = rloo_rows  # (Judged, R, A, tokenizer) -> those of the question
 
 
 REWARDS = {

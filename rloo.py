@@ -1,9 +1,7 @@
 """REINFORCE with a leave-one-out baseline (section 3.1): from rewards to one optimizer step.
 
-The baseline of a sample is the mean reward of the other samples of its question. R is a constant:
-no gradient flows through it, although CER depends on the weights. By Theorem 2 the mean of rho is
-exact match's, and so is the whole gradient of this mean, of which a part goes through rho. Without
-that part, CER moves probability to paraphrases of the reference too.
+The baseline of a sample is the mean reward of the other samples of its question. R is a constant,
+for the reason that cer.py gives.
 
 There is one update per batch, on the weights that sampled it, so the importance ratio pi_theta /
 pi_old is 1 (up to rounding) and clipping the ratio would do nothing. Hence there are no old
@@ -70,7 +68,7 @@ def verifree_rows(judged, R, A, tokenizer):
     uses it. In the same way, of several references each is taught as often as the model uses it:
     their sum is R_i, and a row teaches one of them, drawn in proportion.
     """
-    group, references, rows = judged.group, judged.scores.draw_references(), []
+    group, references, rows = judged.group, judged.scores.sample_references(), []
     for i, (box, R_i, A_i) in enumerate(zip(group.boxes, R.tolist(), A.tolist())):
         solution, reference = group.solution(i), []
         if box:
@@ -98,9 +96,9 @@ def update(policy, optimizer, rows, lr, token_budget):
     rows = [row for row in rows if any(row.weights)] or rows[:1]
     loss = torch.zeros((), device=policy.device)
     todo = list(microbatches(rows, token_budget))
-    for number, (ids, weights) in enumerate(progress("update", todo), start=1):
+    for count, (ids, weights) in enumerate(progress("update", todo), start=1):
         ids, weights = ids.to(policy.device), weights.to(policy.device)  # [b, L] each
-        policy.set_requires_gradient_sync(policy.sync_every_batch or number == len(todo))
+        policy.set_requires_gradient_sync(policy.sync_every_batch or count == len(todo))
         logprobs = policy(ids, weights != 0)  # of the tokens with a weight
         part = -(weights[weights != 0] * logprobs).sum() / samples
         (part * world).backward()  # FSDP averages gradients over the ranks; * world sums them

@@ -53,12 +53,7 @@ def to_group(tokenizer, stops, problem, prompt, completions, entropies):
     """Locate the last closed box of each completion, even if the text was truncated after it. Base
     models often go on writing after the box. Those tokens stay in the completion."""
     vocab = vocabulary(tokenizer)
-    return Group(
-        problem=problem,
-        prompt=prompt,
-        completions=completions,
-        texts=[vocab.join(ids).decode("utf-8", "replace") for ids in completions],
-        boxes=[vocab.locate_answer(ids) for ids in completions],
-        truncated=[ids[-1] not in stops for ids in completions],
-        entropies=entropies,
-    )
+    texts = [vocab.join(ids).decode("utf-8", "replace") for ids in completions]
+    boxes = [vocab.locate_answer(ids) for ids in completions]
+    truncated = [ids[-1] not in stops for ids in completions]
+    return Group(problem, prompt, completions, texts, boxes, truncated, entropies)

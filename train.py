@@ -1,7 +1,8 @@
-"""CER-RLOO: reinforcement learning in which the policy's own probabilities are the reward.
+"""CER-RLOO: reinforcement learning in which the policy's own probabilities are the reward. The
+defaults are the paper's, except that of --rounding. The toy has its own.
 
     python train.py                                                  # the toy, on a CPU
-    python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k    # the paper, on one GPU
+    python train.py --model Qwen/Qwen3-4B-Base --dataset math7.5k    # the paper's model and data
     torchrun --nproc-per-node 4 train.py --model Qwen/Qwen3-4B-Base --dataset webinstruct
 
 main() is the method. Below it stand its parts, and the flags.
@@ -48,22 +49,21 @@ def main():
     saved = [] if args.lora else checkpoints(out)
     if saved:
         args.model, model_path = read_config(out)["flags"]["model"], saved[-1][1]
-    (actor, tokenizer), judge_model = load_models(args, model_path, device)
+    (actor, tokenizer), verifier_model = load_models(args, model_path, device)
     problems, held_out, longest = fit_questions(
-        args, problems, held_out, actor, tokenizer, judge_model
+        args, problems, held_out, actor, tokenizer, verifier_model
     )
 
     # A resumed run keeps its data, its flags, and the model it began with if that is loaded again.
     prompts = [encode_prompt(tokenizer, problem) for problem in [*problems, *held_out][:1000]]
-    mark = fingerprint(problems, held_out, prompts, judge_model, None if saved else actor)
+    mark = fingerprint(problems, held_out, prompts, verifier_model, None if saved else actor)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | mark, RESUME_MAY_CHANGE, last_step)
         remove_partial(out)
 
-    # The policy is trained, and copied to the actor after each step. They are two because Adam's
-    # small steps need fp32 (on several GPUs in shards), and sampling needs whole weights, in bf16.
-    # With --lora the actor is the policy, and small matrices beside its weights are trained.
+    # The policy is trained, and copied to the actor after each step (see engine/policy.py). With
+    # --lora the actor is the policy, and small matrices beside its weights are trained.
     microbatch, lora = args.microbatch_tokens, args.lora
     budget, offload, memory = plan_memory(actor, longest, microbatch, args.cpu_offload, lora)
     disk = check_disk(actor, out, min(args.keep, last_step), lora)
@@ -93,39 +93,45 @@ def main():
     if held_out and (logged.get("due") or step % args.eval_every == 0 or step == last_step):
         evaluate_now()
 
+    # "Free" and "fixed" say what may be changed in a stage. CONTRIBUTING.md names the tests.
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
         log.start()
 
         # 1. Sample N solutions and answers to each of this rank's b questions: b groups.
+        # Free: the questions and the sampler. Fixed: samples follow the actor's own distribution.
         batch = order[(step - 1) * args.questions : step * args.questions][rank::world]
         with moments_on_host(optimizer, moments_move):
             groups = sample(actor, tokenizer, batch, args.samples, args.max_new_tokens)
         log.lap("sample")
 
         # 2. Judge: ask the actor for W and P of each group, or a verifier for what is right.
-        judged = ask_judges(groups, reward.judges, actor, tokenizer, args.m, judge_model)
+        # Free: who is asked. Fixed: W and P come from the weights that have sampled the group.
+        judged = ask_judges(groups, reward.judges, actor, tokenizer, args.m, verifier_model)
         log.lap("reward")
 
-        # 3. Reward: a function of what they said, with CER R = D^-1 W P (Eq. 8). R [b, N]. No
-        # gradient flows through it.
+        # 3. Reward: a function of what they said, with CER R = D^-1 W P (Eq. 8). R [b, N].
+        # Free: the function. Fixed: R is a constant, and nothing is added to it or rescales it.
         R = R_by_name(args.reward, judged)
 
         # 4. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
+        # Free: another baseline. Fixed: that of a sample does not depend on its own reward.
         A = leave_one_out(R)
 
-        # 5. Update: one optimizer step on the mean of -A log pi (VeriFree has a loss of its own).
-        # All ranks' rows are token ids with a weight on every token, which is the sample's A.
-        rows = []
+        # 5. Update: one optimizer step on the loss, the mean over the samples of all ranks of
+        # -A_i log pi(sample i), where log pi is a sum over tokens. A row has A_i on every token.
+        # Free: the weights (VeriFree has its own), the rate. Fixed: one step on a batch of samples.
+        training_rows = []
         for each, R_group, A_group in zip(judged, R, A):
-            rows += reward.rows(each, R_group, A_group, tokenizer)
+            training_rows += reward.training_rows(each, R_group, A_group, tokenizer)
         fraction = (step - 1) / max(1, last_step - 1)  # the rate falls linearly to --lr-end of it
         lr = args.lr * (1 + fraction * (args.lr_end - 1))
-        loss, grad_norm = update(policy, optimizer, all_gather(rows), lr, budget)
+        loss, grad_norm = update(policy, optimizer, all_gather(training_rows), lr, budget)
         policy.copy_weights(actor)
         log.lap("update")
 
         # 6. Report, save, evaluate.
+        # Free: what is written. Fixed: a checkpoint comes after the lines whose lengths it notes.
         last, stopping = step == last_step, stop.after(grad_norm)
         log.step(step, judged, R, A, loss=loss, grad_norm=grad_norm, lr=lr)
         due = bool(held_out) and (last or step % args.eval_every == 0)
@@ -173,13 +179,13 @@ def load_models(args, model_path, device):
     return actor, None
 
 
-def fit_questions(args, problems, held_out, actor, tokenizer, judge_model):
+def fit_questions(args, problems, held_out, actor, tokenizer, verifier_model):
     """Leave out what does not fit the models -> problems, held_out, and the tokens of the longest
     row to train on."""
     tokens, most = args.max_new_tokens, args.max_prompt_tokens
     problems, longest = usable_prompts(actor, tokenizer, problems, args.dataset, tokens, most)
     if "asked" in REWARDS[args.reward].judges:
-        check_asked(problems, judge_model or (actor, tokenizer), tokens)
+        check_asked(problems, verifier_model or (actor, tokenizer), tokens)
     if held_out:
         held_out, _ = usable_prompts(actor, tokenizer, held_out, args.eval_dataset, tokens)
     return problems, held_out, longest
@@ -195,15 +201,15 @@ def make_policy(args, model_path, actor, offload):
 # -------------------------------------------------------------------------------------------- flags
 
 # What --resume may change. The other flags define the run and how it is measured. Files may have
-# moved: the model is in the checkpoint, and the fingerprint knows the questions, the judge and,
-# where it is loaded again, the model.
+# moved: the model is in the checkpoint, and the fingerprint knows the questions, the verifier's
+# model and, where it is loaded again, the model.
 RESUME_MAY_CHANGE = "out resume steps epochs sampler microbatch_tokens cpu_offload".split()
 RESUME_MAY_CHANGE += "eval_every save_every keep model dataset eval_dataset verifier_model".split()
 
 
 def make_parser():
-    """The flags, with the paper's values as defaults."""
-    parser = cli.Parser(description="CER-RLOO. The defaults are the paper's; the toy has its own.")
+    """The flags, with their defaults."""
+    parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     # The model, the data and the reward.
     add("--model", help="Hugging Face id or directory (default: the toy's, made here)")
@@ -220,11 +226,9 @@ def make_parser():
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     # Optimization.
     add("--lora", type=count, metavar="RANK", help="train low-rank changes of the linear layers")
-    rate = "learning rate of Adam (with --lora 1e-5: what is trained starts at 0, and is smaller)"
-    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help=rate)
+    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="rate of Adam (--lora: 1e-5)")
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
-    lost = "to bf16: with nearest, the paper's, most of the first hundred steps is lost"
-    add("--rounding", default="dither", choices=["dither", "nearest"], help=lost)
+    add("--rounding", default="dither", choices=["dither", "nearest"], help="nearest: the paper's")
     length = parser.add_mutually_exclusive_group().add_argument
     length("--epochs", type=count, help="passes over the data (default: 1 for webinstruct, else 5)")
     length("--steps", type=count, help="optimizer steps, instead of --epochs")
@@ -233,8 +237,7 @@ def make_parser():
     add("--seed", type=int, default=0, help="random seed of data order and samples")
     # Evaluation: samples as in training. (evaluate.py has the paper's settings.)
     add("--eval-dataset", help="a name or a file, as for --dataset (default: no evaluation)")
-    when = "steps between evaluations, of which one is before the first step and one at the end"
-    add("--eval-every", type=count, default=50, help=when)
+    add("--eval-every", type=count, default=50, help="steps between evaluations, also at both ends")
     add("--eval-limit", type=count, help="evaluate only the first K questions")
     add("--eval-runs", type=count, default=1, help="evaluation samples per question")
     # Files.
@@ -247,7 +250,7 @@ def make_parser():
 
 def parse_args():
     """Take each flag from the command line, else from the run to resume or from the toy's settings,
-    else from the paper's defaults."""
+    else from the defaults."""
     parser = make_parser()
     given = parser.parse_args()
     if given.lora:

@@ -17,13 +17,13 @@ from runtime.files import LOGS, checkpoints, how_to_resume, read_config, remove_
 LOGGED = "training/logs.json"  # what RunLog.logged says when the checkpoint is saved
 
 
-def fingerprint(problems, held_out, prompts, judge=None, base=None):
+def fingerprint(problems, held_out, prompts, verifier_model=None, base=None):
     """What tells whether a resumed run has the same data and prompts (token ids), and if it has
     them, the same other model that judges, (model, tokenizer), and the same base, the model from
     which its training starts -> entries of config.json."""
     digest = sha256(repr((problems, held_out, prompts)).encode()).hexdigest()[:16]
     data = f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
-    data += f", judge {mark_of(judge[0])}" if judge else ""
+    data += f", judge {mark_of(verifier_model[0])}" if verifier_model else ""
     return {"data": data} | ({"base": mark_of(base)} if base else {})
 
 
@@ -84,8 +84,7 @@ def save_checkpoint(out, step, keep, logged, actor, tokenizer, policy, optimizer
     partial = directory.with_name(f"partial-{directory.name}")
     try:
         dcp.save(training_state(policy, optimizer), checkpoint_id=partial / "training")
-        if hasattr(policy, "save_adapter"):  # with --lora
-            policy.save_adapter(partial / "adapter")
+        policy.save_adapter(partial / "adapter")  # with --lora
         if is_rank_0():
             export(actor, tokenizer, partial)
             (partial / LOGGED).write_text(json.dumps(logged))

@@ -59,8 +59,8 @@ def check_sampling(model, tokenizer):
     require(hasattr(model.base_model, "layers"), "it is not laid out as Llama and Qwen are")
     rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
     require(rope not in ("dynamic", "longrope"), f"{rope} RoPE depends on a batch's longest row")
-    ids, rows = model.tokenizer_size, model.get_input_embeddings().weight.shape[0]
-    require(ids <= rows, f"the tokenizer has {ids} ids, more than the model has embeddings")
+    ids, embeddings = model.tokenizer_size, model.get_input_embeddings().weight.shape[0]
+    require(ids <= embeddings, f"the tokenizer has {ids} ids, more than the model has embeddings")
     require(all(p.isfinite().all() for p in model.parameters()), "its weights are not finite")
     prompt = torch.tensor([vocabulary(tokenizer).encode(r"so \boxed")], device=model.device)
     both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)

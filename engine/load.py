@@ -22,8 +22,7 @@ SLOTS_ON = "cuda"  # the device of engine/slots.py
 def add_flags(add):
     """The flags of every script that loads a model to sample from it: see load."""
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: bf16 on a GPU, else fp32")
-    about = "auto: engine/slots.py on a GPU, if the model allows it; generate: Hugging Face's"
-    add("--sampler", default="auto", choices=["auto", "generate"], help=about)
+    add("--sampler", default="auto", choices=["auto", "generate"], help="generate: Hugging Face's")
 
 
 def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler: str = "generate"):
@@ -46,9 +45,8 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
 
 def find_dtype(dtype, device):
     """The torch dtype that --dtype means on a device."""
-    if dtype == "auto":
-        dtype = "bf16" if torch.device(device).type == "cuda" else "fp32"
-    return DTYPES[dtype]
+    auto = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    return (DTYPES | {"auto": auto})[dtype]
 
 
 def load_tokenizer(name):

@@ -117,5 +117,5 @@ class LowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx, G):
         x, A, B = (each.flatten(0, -2).to(G.dtype) for each in ctx.saved_tensors)
-        rows, s = G.flatten(0, -2), ALPHA / len(A)
-        return G, None, (rows @ (s * B)).T @ x, rows.T @ (x @ (s * A).T)
+        flat, s = G.flatten(0, -2), ALPHA / len(A)
+        return G, None, (flat @ (s * B)).T @ x, flat.T @ (x @ (s * A).T)

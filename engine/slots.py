@@ -20,7 +20,7 @@ def sample_pieces(model, rows, stops, bar, piece=128, **settings):
     others go on, as many as fit into memory. The shortest rows wait, and their prefill is repeated
     later. The longest row never waits, because in the end all others would wait for it.
     """
-    draw = drawing(**settings)
+    sample_token = token_sampler(**settings)
     sizes = [len(row.ids) + row.room for row in rows]
     smallest = min((len(row.ids) + min(row.room, piece) for row in rows), default=1)
     fit = tokens_that_fit(model, len(rows), smallest)
@@ -30,32 +30,32 @@ def sample_pieces(model, rows, stops, bar, piece=128, **settings):
         while unfinished := [row for row in rows if row.room > 0]:
             batch = slots.seat(unfinished, piece)
             more = min(piece, max(row.room for row in batch))
-            yield batch, *decode(slots, batch, more, stops, draw, bar)
+            yield batch, *decode(slots, batch, more, stops, sample_token, bar)
     finally:
         model.set_attn_implementation("sdpa")
     del slots  # and with it the keys and values
     torch.cuda.empty_cache()  # otherwise the memory of the last graph stays reserved
 
 
-def drawing(temperature=1.0, top_p=1.0, top_k=0):
-    """-> a function that draws a token for each row of logits: see sampling.sampling_config."""
+def token_sampler(temperature=1.0, top_p=1.0, top_k=0):
+    """-> a function that samples a token from each row of logits: see sampling.sampling_config."""
     if temperature <= 1e-4:
         return lambda logits: logits.argmax(-1)
     change = [hf.TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     change += [hf.TopKLogitsWarper(top_k)] if top_k else []
     change += [hf.TopPLogitsWarper(top_p)] if top_p < 1 else []
 
-    def draw(logits):
+    def sample_token(logits):
         p = hf.LogitsProcessorList(change)(None, logits).softmax(-1)
         return (p / torch.empty_like(p).exponential_()).argmax(-1)  # as torch.multinomial does
 
-    return draw
+    return sample_token
 
 
 # -------------------------------------------------------------------------------- a piece of tokens
 
 
-def decode(slots, batch, steps, stops, draw, bar):
+def decode(slots, batch, steps, stops, sample_token, bar):
     """Sample so many more tokens of each row -> these, and their entropies. A step reads the last
     token of each. A row that has ended is carried along, without its keys, until the piece ends."""
     model, device = slots.model, slots.model.device
@@ -73,18 +73,18 @@ def decode(slots, batch, steps, stops, draw, bar):
         logits = logits[:, -1].float()
         logits[:, model.tokenizer_size :].fill_(-torch.inf)  # these ids spell nothing
         entropies.index_copy_(0, now, torch.special.entr(logits.softmax(-1)).sum(-1)[None])
-        token.copy_(draw(logits))
+        token.copy_(sample_token(logits))
         tokens.index_copy_(0, now, token[None])
         length.add_(1)
         ended.logical_or_((token[:, None] == stop).any(1) | (length >= limit))
         now.add_(1)
 
-    for number in range(steps):
-        if number % 16 == 0 and ended.all():  # more often would only wait for the GPU
+    for done in range(steps):
+        if done % 16 == 0 and ended.all():  # more often would only wait for the GPU
             break
         step()
         bar.update(len(batch))
-        if number == 0 and steps > 8:
+        if done == 0 and steps > 8:
             with as_input_error("engine/slots.py fails with this model: use --sampler generate"):
                 step = as_graph(step)
     require(entropies.isfinite().all(), "the model's logits are not finite")

@@ -10,9 +10,9 @@ The toy takes two minutes on one core. Its right answers stay near 40% for some 
 45 steps, and then climb to about 75%. A model from the hub needs a GPU with 16 bytes a parameter
 (fp32 weights, gradients, and Adam's two moments) and room for the samples of a step.
 
-The order to read in: README, docs/lesson.md, which says why the formulas are right, this file, then
-cer.py, rollout.py, rloo.py and train.py, which compute the same faster, on several GPUs, and can
-resume (tests/test_one_file.py and test_cer.py compare both with naive passes), and two_tables.py.
+docs/lesson.md says why the formulas are right. cer.py, rollout.py, rloo.py and train.py compute the
+same faster, on several GPUs, and can resume (tests/test_one_file.py and test_cer.py compare both
+with naive passes). README.md says in which order to read.
 
 From the repository come the model and its stop tokens (load), questions with references, and their
 prompts (tasks/), and two things that are no part of the method: verify, which tells us, but not the
@@ -235,8 +235,7 @@ def main():
             # columns.)
             A = R - (R.sum() - R) / (N - 1)
 
-            # 4. Update. R is a constant (see no_grad above). With the gradient through rho, too,
-            # the step would be exact match's in the mean, by Theorem 2.
+            # 4. Update. R is a constant (see no_grad above), for the reason that cer.py gives.
             for ids, A_i in zip(completions, A):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients
@@ -262,7 +261,7 @@ def load_all(args):
     """-> the model, its tokenizer, and the problems that fit it."""
     problems = load_problems(args.dataset)
     if not args.model:
-        torch.set_num_threads(1)  # in a model this small, threads only wait for each other
+        torch.set_num_threads(1)  # as toy_model.make_model does
         args.model = Path(args.out) / "warm-start"
         toy_model.warm_start(args.model, seed=0)
         # The toy's own verifier is a rule that reads digits only. This one reads all its answers.

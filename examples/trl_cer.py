@@ -104,7 +104,7 @@ def main():
     B, N, lr = args.questions, args.samples, 1e-6 if args.model else toy_model.LEARNING_RATE["lr"]
     cli.require(B % ranks.num_processes == 0, "--questions must be a multiple of the ranks")
     if not args.model:
-        torch.set_num_threads(1)  # the model is so small that threads only wait for each other
+        torch.set_num_threads(1)  # as toy_model.make_model does
         args.model = f"{args.out}/warm-start"
         if ranks.is_main_process:
             toy_model.warm_start(args.model, args.seed)

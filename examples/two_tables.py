@@ -1,7 +1,6 @@
 # %% [markdown]
 """The method with a policy that is no network, only two tables. The file ends with exercises.
-It is the last to read: README, docs/lesson.md, one_file.py (the whole method with a language
-model), then cer.py, rollout.py, rloo.py and train.py come before it.
+README.md says what to read before it.
 
     python examples/two_tables.py     # ten seconds on one core
 
@@ -25,7 +24,7 @@ from rloo import leave_one_out
 
 S, F, SLIP = 6, 16, 0.3
 B, N, STEPS, SEEDS = 4, 8, 50, 5  # a step takes B questions and N samples of each
-torch.set_num_threads(1)  # in tensors this small, threads only wait for each other
+torch.set_num_threads(1)  # as in tasks/toy_model.py
 
 
 # %% The policy: theta, the logits of pi(s), and phi, the logits of pi(a|s).

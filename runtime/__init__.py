@@ -16,7 +16,7 @@ os.environ["SYMPY_GROUND_TYPES"] = "python"
 os.environ["MPMATH_NOGMPY"] = "1"
 
 
-def interrupted(number, frame):
+def interrupted(signum, frame):
     """Ctrl-C while a script imports libraries, some of which would catch a KeyboardInterrupt."""
     print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
     os._exit(130)

@@ -62,7 +62,6 @@ def run_script(main):
     for stream in sys.stdin, sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):  # a terminal may not be UTF-8
             stream.reconfigure(errors="backslashreplace")
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for every retry
     if not is_rank_0():
         logging.disable(logging.WARNING)

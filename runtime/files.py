@@ -123,7 +123,7 @@ def append_rows(path: Path, rows: list[dict]) -> None:
     full, may have left a last line without an end. Only rank 0 writes."""
     if is_rank_0():
         with as_input_error(f"cannot write {path}"), open(path, "a+b") as file:
-            file.seek(max(0, file.seek(0, 2) - 1))  # 2: from the end
+            file.seek(max(0, file.seek(0, io.SEEK_END) - 1))
             begin = b"" if file.read() in (b"", b"\n") else b"\n"
             file.write(begin + to_jsonl(rows).encode())
 

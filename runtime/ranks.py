@@ -95,14 +95,14 @@ class Stop:
     def __init__(self):
         self.received = self.signal = 0  # the signal of this rank, and of any rank after a step
         self.skipped = 0  # updates in a row whose gradient was not finite
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self.request)
+        for signum in SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, self.request)
 
-    def request(self, number, frame):
+    def request(self, signum, frame):
         if not self.received:  # SIGXCPU comes every second
-            say(f"{signal.Signals(number).name}: stopping after this step (kill -9 stops now)")
-        self.received = number
+            say(f"{signal.Signals(signum).name}: stopping after this step (kill -9 stops now)")
+        self.received = signum
 
     def after(self, grad_norm):
         """Whether the run stops after this step. All ranks call this together."""

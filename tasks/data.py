@@ -74,15 +74,15 @@ def load_problems(name_or_path, limit=None, verifier=None) -> list[Problem]:
     rows, default = load_rows(name)
     require(rows, f"{name} has no rows")
     problems, left_out = [], {}  # {reason: row numbers}
-    for number, row in enumerate(rows, start=1):
+    for row_number, row in enumerate(rows, start=1):
         # Where tables were put together, each brings its header, maybe after a byte order mark.
         cells = {str(row[column]).strip(' \ufeff"').lower() for column in COLUMNS & row.keys()}
         is_header = len(cells) > 1 and cells <= {"", *COLUMNS} and cells & row.keys()
-        require(not is_header, f"{name}, row {number} is a header again: expected one table")
+        require(not is_header, f"{name}, row {row_number} is a header again: expected one table")
         try:
             problems.append(to_problem(row, verifier or default))
         except InputError as reason:
-            left_out.setdefault(str(reason), []).append(number)
+            left_out.setdefault(str(reason), []).append(row_number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
     columns = dict.fromkeys(column for row in rows for column in row)
     written = ", ".join(map(as_written, columns))
@@ -120,7 +120,7 @@ def load_rows(name):
         rows = hub_rows(*hub_id.groups())
         return [row for row in rows if name != "webinstruct" or beyond_mathematics(row)], "math"
     require(is_file, f"{name}: neither a file nor one of {NAMES}, OWNER/NAME")
-    return read_rows(path, COLUMNS, number), "text"
+    return read_rows(path, COLUMNS, to_decimal), "text"
 
 
 def hub_rows(path, config, split):
@@ -227,12 +227,12 @@ def as_text(value):
     """Text as it is, and a finite number written out: 1e-05 as "0.00001". Decimals keep their
     zeros. None for anything else, such as nan, True or a list."""
     if type(value) in (int, float, Decimal):
-        value = number(repr(value)) if type(value) is float else Decimal(value)
+        value = to_decimal(repr(value)) if type(value) is float else Decimal(value)
         return f"{value:zf}" if value.is_finite() and abs(value.adjusted()) < 400 else None
     return value if isinstance(value, str) else None
 
 
-def number(text):
+def to_decimal(text):
     """The number that a text names, with all its digits. But 27.0 is 27, since a column of integers
     with a gap is often stored as floats."""
     return Decimal(text.removesuffix(".0"))

@@ -35,7 +35,7 @@ def ask(pairs, verifier_model, prompt=None):
     outputs, _ = generate(model, prompts, VERIFIER_TOKENS, name="verifier", temperature=0)
     stops = model.generation_config.eos_token_id
     replies = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
-    ended = [any(token in stops for token in ids[-1:]) for ids in outputs]
+    ended = [bool(ids) and ids[-1] in stops for ids in outputs]
     decisions = [decision(reply) if end else None for reply, end in zip(replies, ended)]
     if undecided := [reply for reply, decided in zip(replies, decisions) if decided is None]:
         count = f"{len(undecided)} of {len(replies)} replies hold no decision"

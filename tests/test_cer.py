@@ -265,12 +265,12 @@ def test_a_reference_is_drawn_in_proportion_to_its_probability(tokenizer):
     log_references = torch.tensor([[0.6, 0.3], [0.3, 0.1], [0.1, 0.6]]).log()
     log_references[:, 1] -= 1000
     scores = cer.Scores(answers, references, ["7", "8"], [0, 2], torch.zeros(2, 2), log_references)
-    draws = [scores.draw_references() for _ in range(2000)]
+    draws = [scores.sample_references() for _ in range(2000)]
     for i, shares in (0, [0.6, 0.3, 0.1]), (2, [0.3, 0.1, 0.6]):
         found = [sum(draw[i] == each for draw in draws) / 2000 for each in references]
         assert found == pytest.approx(shares, abs=0.05)
     _, nothing = rewards_of(tokenizer, ["no box"] * 3, references)
-    assert nothing.draw_references() == {}
+    assert nothing.sample_references() == {}
 
 
 def test_inputs_that_would_give_wrong_rewards_are_refused(tokenizer):

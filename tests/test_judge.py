@@ -53,7 +53,7 @@ def test_too_few_questions_give_no_interval(capsys):
             line["truncated"] = [False] * 3
             line["right"] = [True, False, False] if place < k else [others] * 3
             lines.append(line | {"rewards": {"cer": [0.4, 0.1 + 0.04 * place, 0.0]}})
-        table = judge.say_judgement(sample_table(lines))
+        table = judge.say_ratings(sample_table(lines))
         printed = capsys.readouterr()
         assert f"{k} questions have both" in printed.out and printed.err == ""
         assert "nan" not in printed.out and (table["AUC"].isna().all()) == (k == 0)
@@ -81,7 +81,7 @@ def test_it_warns_as_training_does(capsys, answers, truncated, reward, says):
     line = {"question": "Q?", "references": ["x"], "answers": answers, "truncated": truncated}
     line |= {"right": [False] * 4, "log_W": []}
     line["rewards"] = {"cer": [reward * bool(a) for a in answers], "exact": [0.0] * 4}
-    judge.say_judgement(sample_table([line]))
+    judge.say_ratings(sample_table([line]))
     said = [f"warning ({names}): {problem}\n" for problem, names in says.items()]
     assert capsys.readouterr().err == "".join(said)
 
@@ -174,9 +174,9 @@ def test_lines_with_other_rewards_have_those_of_all(capsys):
     row["rewards"] = {"cer": [0.4, 0.1], "asked": [0.9, 0.2]}
     longer = row | {name: row[name] * 2 for name in ("answers", "right", "truncated")}
     longer["rewards"] = {"cer": [0.4, 0.1, 0.4, 0.1]}
-    table = judge.say_judgement(sample_table([row, longer]))
+    table = judge.say_ratings(sample_table([row, longer]))
     out = capsys.readouterr().out
     assert [*table.index] == ["cer"] and "left out, since some questions lack them: asked" in out
     assert "\n1 questions, 6 samples: answered 1, right .5, verbatim .5, truncated 0\n1 q" in out
     others = [row, row | {"rewards": {"exact": [1.0, 0.0]}}]
-    assert judge.say_judgement(sample_table(others)) is None
+    assert judge.say_ratings(sample_table(others)) is None

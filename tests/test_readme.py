@@ -58,6 +58,17 @@ def test_every_file_and_heading_that_is_linked_is_there():
             assert anchor in ["", *slugs], (page.name, path, anchor)
 
 
+def test_contributing_draws_the_house_and_names_tests_that_are_there():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
+    named = re.findall(r"`(test_\w+)`", page)
+    assert len(named) > 30 and [name for name in named if f"def {name}(" not in tests] == []
+    drawn = set(re.findall(r"^    (\S+?)/? ", page, re.MULTILINE))
+    there = {path.name for path in ROOT.glob("*.py")} | {"tasks", "engine", "runtime", "tests"}
+    assert drawn - there == {"examples", "docs", "experiments", "benchmarks", ".ci"}
+    assert there <= drawn
+
+
 def test_the_reward_in_the_readme_is_that_of_cer():
     shapes = {"log_W": (4, 4), "log_P": 4, "log_prob": 4}
     names = {name: torch.randn(shape) for name, shape in shapes.items()} | {"N": 4}

@@ -52,18 +52,18 @@ def kinds_of(lines, k):
 
 def ask_about(directory, lines, which, model, out, how):
     """Append a row for each line, except for lines that are there."""
-    asked_model = load(model, init_ranks(), dtype="fp32")
+    verifier_model = load(model, init_ranks(), dtype="fp32")
     done = {row["line"] for row in read_rows(out)} if out.exists() else set()
     groups = dict(zip(which, read_lines(directory)))  # those that were sampled
     for k in progress("ask", [k for k in groups if k not in done]):
         if how == "tokens":
-            row = {"line": k, "samples": token_means(*asked_model, groups[k])}
+            row = {"line": k, "samples": token_means(*verifier_model, groups[k])}
         else:
-            row = ask_about_line(asked_model, groups[k], lines, k, how)
+            row = ask_about_line(verifier_model, groups[k], lines, k, how)
         append_rows(out, [row])
 
 
-def ask_about_line(asked_model, group, lines, k, how):
+def ask_about_line(verifier_model, group, lines, k, how):
     """P(Yes) of each distinct answer, and of answers that say nothing."""
     passage = f"{lines[k]['passage']}\n" if how == "passage" else ""
     first, *others = lines[k]["references"]
@@ -73,10 +73,10 @@ def ask_about_line(asked_model, group, lines, k, how):
     texts = [*dict.fromkeys([*answers, *kinds.values()])]
     pairs = [(problem, text) for text in texts]
     if how == "written":
-        _, replies = general_verifier.ask(pairs, asked_model)
+        _, replies = general_verifier.ask(pairs, verifier_model)
         yes = dict(zip(texts, map(first_decision, replies)))
     else:
-        yes = {text: P for (_, text), P in probability_of_yes(pairs, asked_model).items()}
+        yes = {text: P for (_, text), P in probability_of_yes(pairs, verifier_model).items()}
     row = {"line": k, "answers": {answer: yes[answer] for answer in answers}}
     return row | {"kinds": {kind: yes[text] for kind, text in kinds.items()}}
 

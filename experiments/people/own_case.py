@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's modules
 from cer import cer
 from grade import by_grades, choose_questions, read_grades
-from judge import interval, judge_rewards, question_aucs
+from judge import interval, question_aucs, rate_rewards
 from reward_functions import f1, words
 from rloo import leave_one_out
 from runtime.samples import read_lines
@@ -160,7 +160,7 @@ def tell(samples):
     tables = {}
     for which in (0, "all"):
         frame = with_rewards(samples, which)
-        both, table = judge_rewards(frame, list(NAMES))
+        both, table = rate_rewards(frame, list(NAMES))
         of_groups = frame.groupby(level=0)[list(NAMES)]
         table["median of best"] = of_groups.max().median()
         table["groups < 1e-4"] = (of_groups.max() < 1e-4).mean()

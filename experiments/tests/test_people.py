@@ -61,7 +61,7 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
     columns = []
     for which in (0, "all"):
         frame = own_case.with_rewards(samples, which)
-        table = judge.judge_rewards(frame, NAMES)[1]
+        table = judge.rate_rewards(frame, NAMES)[1]
         columns += [table[name] for name in ("AUC", "low", "high")]
         products = own_case.advantage_products(frame[frame.answered], NAMES)
         columns += judge.interval(products, own_case.aim)
