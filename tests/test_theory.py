@@ -248,20 +248,28 @@ def test_progress_for_its_noise_on_the_eggs():
         assert [case[name][1] for case in cases] == approx(cosines.get(name, [1] * 6), abs=0.005)
 
 
+def beside(others, answer, eggs):
+    """A with this answer in K groups with these other samples, pairs (s, a)  [K, N - 1, 2] -> its
+    rewards and advantages  [K]."""
+    own = torch.tensor([0, answer]).expand(len(others), 1, 2)
+    s, a = torch.cat([own, others], 1).unbind(-1)
+    of = eggs[s]  # after each solution of a group  [K, N, A]
+    R = cer(of.mT.log(), of[..., 0].log()).gather(1, a)
+    return R[:, 0], leave_one_out(R)[:, 0]
+
+
 def slip_beside(*others, answer=2, eggs=EGGS):
-    """(A, "18") in a group with these other samples, pairs (s, a) -> its reward and advantage."""
-    s, a = torch.tensor([(0, answer), *others]).T
-    R = cer(eggs[s][:, a].T.log(), eggs[s, 0].log())
-    return R[0].item(), leave_one_out(R)[0].item()
+    """(A, "18") in one group -> its reward and advantage."""
+    R, advantage = beside(torch.tensor([others]), answer, eggs)
+    return R.item(), advantage.item()
 
 
 def in_all_groups(answer, eggs=EGGS):
     """The other three samples of all groups of four, s and a [1728, 3], and the reward and the
     advantage of A with this answer beside them."""
-    pairs = eggs.nonzero().tolist()
-    groups = [*itertools.product(pairs, repeat=3)]
-    found = [slip_beside(*others, answer=answer, eggs=eggs) for others in groups]
-    return *torch.tensor(groups).unbind(-1), *table(*found).T
+    pairs = eggs.nonzero()
+    groups = pairs[torch.cartesian_prod(*[torch.arange(len(pairs))] * 3)]
+    return *groups.unbind(-1), *beside(groups, answer, eggs)
 
 
 def test_a_slip_is_taught_while_most_solutions_are_wrong_and_hardly_moved_late():

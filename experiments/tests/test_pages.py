@@ -23,34 +23,29 @@ from runtime.samples import sample_table
 
 
 def test_the_table_of_choices_is_that_of_the_trainings():
-    """docs/running.md: differences of levels, with seeds counted, as the experiments have them."""
+    """docs/running.md: the levels at which trainings ended, and differences with seeds counted."""
     page = (ROOT / "docs/running.md").read_text()
     page = words_of(section(page, "Which reward?"))
     rivals = names_of(section(page_of("people_trained"), "What came out of the rivals"))["read"]
     small = names_of(section(page_of("people_trained"), "What came out on the GPU"))["read"]
-    keys = ["run", "seed", "line"]
-    several = rivals.groupby(keys)["read"].mean()
-    small = small[small.model == "135M"].groupby(keys)["read"].mean()
-    on_small = over_questions_and_seeds(small["verifree"] - small["exact"])
-    samples = pandas.read_csv(ROOT / "experiments/rare_reference/rare-reference.csv")
-    # As declared: "cer" is compared with the others, so the one in its place is called "cer".
-    other = {"verifree": "cer", "cer": "verifree"}
-    rare = list(rare_reference.comparisons(samples.replace({"run": other})))[1][1:3]
-    over_cer = list(rare_reference.comparisons(samples))[1][1:3]
-    for said, numbers in (
-        ("it is {} above `overlap`", rare),
-        ("and {} with several", over_questions_and_seeds(several["verifree"] - several["overlap"])),
-        ("It ended {} above `cer` with one", [-over_cer[0], over_cer[1]]),
-        (
-            "[{}](../experiments/people_trained",
-            over_questions_and_seeds(several["verifree"] - several["cer"]),
-        ),
-        ("`verifree` ended {} above it", on_small),
-    ):
-        assert said.format(in_words(*numbers)) in page, said
-    for levels in several, small, samples.groupby(["run", "seed"])["read"].mean():
-        mean = levels.groupby("run").mean()
+    small = small[small.model == "135M"]
+    rare = pandas.read_csv(ROOT / "experiments/rare_reference/rare-reference.csv")
+    ends = [of.groupby(["run", "seed"])["read"].mean() for of in (rivals, rare, small)]
+    on_several, on_rare, on_small = (of.groupby("run").mean() for of in ends)
+    for mean in on_several, on_rare, on_small:
         assert mean["verifree"] == mean.max() and mean["overlap"] >= mean["cer"]
+    assert on_small["verifree"] - on_small["overlap"] < 0.01  # "level with"
+    several = rivals.groupby(["run", "seed", "line"])["read"].mean()
+    ahead = over_questions_and_seeds(several["verifree"] - several["cer"])
+    _, difference, error, *_ = list(rare_reference.comparisons(rare))[1]  # cer - overlap
+    for said in (
+        f"at {on_several['verifree']:.2f} with [several references]",
+        f"at {on_rare['verifree']:.2f} with [one rare wording]",
+        f"where `overlap` has {on_rare['overlap']:.2f} and `cer` {on_rare['cer']:.2f}.",
+        f"It ended {in_words(-difference, error)} above `cer` with one rare wording",
+        f"[{in_words(*ahead)}](../experiments/people_trained",
+    ):
+        assert said.replace("0.", ".") in page, said
 
 
 def test_the_first_hour_on_a_gpu_is_as_it_was_measured():
