@@ -115,7 +115,7 @@ def main():
         R = R_by_name(args.reward, judged)
 
         # 4. Leave-one-out: from each reward subtract the mean of the others in its group. A [b, N].
-        # Free: another baseline. Fixed: that of a sample does not depend on its own reward.
+        # Fixed: the mean of the others, and no division: each changes the objective or its noise.
         A = leave_one_out(R)
 
         # 5. Update: one optimizer step on the loss, the mean over the samples of all ranks of

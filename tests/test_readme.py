@@ -111,8 +111,7 @@ def test_the_reward_by_hand_in_the_readme():
     for name, *numbers in zip("ABC", PRIOR, EGGS[:, 1], joint, joint / joint.sum(), P):
         row = "| {:.2f} | {:.2f} | {:.3f} | {:.3f} | {:.2f} |".format(*numbers)
         assert re.search(rf"^\| {name}: .* {re.escape(row.replace('0.', '.'))}$", page, re.M), row
-    assert f"| sum | | | {joint.sum():.3f} | 1 |".replace("0.", ".") in page
+    assert f"divided by their sum {joint.sum():.3f},".replace("0.", ".") in page
     rho = [f"{x:.3f}"[1:] for x in exact_cer(PRIOR, EGGS)[:, 0]]
     assert f"**{rho[1]}**" in page
     assert f'receives {rho[0]}, and "18" {rho[2]}' in " ".join(page.split())
-    assert ", ".join(rho[:3]) + ",\n" + rho[3] in page  # of the picture

@@ -1,10 +1,9 @@
 """The figure and the table of the two tables: examples/two_tables.py in batches, in many settings.
 
-    cd experiments/two_tables
-    python two_tables_figure.py     # runs/two_tables.png, in two minutes
-    python two_tables_figure.py --forms 16 --lr .05 .1 .2 .4
-    python two_tables_figure.py --asked --seeds 50     # runs/asked.png, in a minute
-    python two_tables_figure.py --copies --seeds 50    # runs/copies.png, in two minutes
+    python experiments/two_tables/two_tables_figure.py    # runs/two_tables.png, in two minutes
+    python experiments/two_tables/two_tables_figure.py --forms 16 --lr .05 .1 .2 .4
+    python experiments/two_tables/two_tables_figure.py --asked --seeds 50     # runs/asked.png
+    python experiments/two_tables/two_tables_figure.py --copies --seeds 50    # runs/copies.png
 
 K policies, one for each seed, are trained at once. A step samples N answers to each of B questions.
 There are S solutions and V = S F answers. pass@1 is the probability of value 0 in any form. Slips
@@ -19,7 +18,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-sys.path.append(sys.path[0] + "/..")  # where cer.py and rloo.py are
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's modules
 import plot  # noqa: F401, its settings
 from cer import cer
