@@ -120,7 +120,7 @@ def main():
 
         # 5. Update: one optimizer step on the loss, the mean over the samples of all ranks of
         # -A_i log pi(sample i), where log pi is a sum over tokens. A row has A_i on every token.
-        # Free: the weights (VeriFree has its own), the rate. Fixed: one step on a batch of samples.
+        # Free: which rows, with which weights (VeriFree has its own). Fixed: one step on a batch.
         training_rows = []
         for each, R_group, A_group in zip(judged, R, A):
             training_rows += reward.training_rows(each, R_group, A_group, tokenizer)

@@ -2,6 +2,7 @@ r"""CER in one file: a language model answers, judges its own answers, and learn
 
     python examples/one_file.py                                               # a toy, on a CPU
     python examples/one_file.py --model Qwen/Qwen3-0.6B --dataset math7.5k    # on one GPU
+    python examples/one_file.py --model Qwen/Qwen3-0.6B --dataset mine.jsonl  # your own questions
 
 This is the whole method in plain PyTorch. Hugging Face's generate() samples, one batched pass for
 each distinct answer fills a row of W, and AdamW takes a step. Start at main(), which has the loop.

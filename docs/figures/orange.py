@@ -1,4 +1,4 @@
-"""The picture of docs/lesson.md: one amount of orange, moved twice.
+"""The picture of README.md and docs/lesson.md: one amount of orange, moved twice.
 
     python docs/figures/orange.py docs/figures/orange.svg
 
