@@ -161,7 +161,6 @@ def train_all(args):
 
     def untrained():
         both_ways(args, "prompted", args.model, "test-prompted.jsonl")
-        both_ways(args, "plain", args.model)
         both_ways(args, "start", args.out / "start")
 
     with ThreadPoolExecutor(2) as pool:
@@ -267,9 +266,11 @@ def tables(args):
             )
 
 
-ARMS = ["plain", "prompted", "start", "sft", "full", "lora-1e-4"]
+ARMS = ["prompted", "start", "sft", "full", "lora-1e-4"]
 PAIRS = ("sft", "full"), ("lora-1e-4", "full"), ("sft", "prompted"), ("sft", "start")
 PAIRS += ("full", "start"), ("lora-1e-4", "start")
+SHOWN = {"sampled": ["text", "verbatim", "f1", "answered", "cut off", "words", "tokens", "seeds"]}
+SHOWN["greedy"] = ["text", "verbatim", "f1", "answered"]
 WHAT = ["text", "verbatim", "f1"]
 
 
