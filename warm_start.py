@@ -1,10 +1,11 @@
-"""Give a model that does not box its answers a supervised start.
+"""Give a model that does not box its answers a supervised start, or fine-tune it on references.
 
     python warm_start.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data demos.jsonl --out warm
     python train.py --model warm --dataset mine.jsonl
 
 Each row of the file has a `question` (or `problem`) and a `solution` that ends in \\boxed{...}, as
-you would like the model to write it. Twenty rows can be enough.
+you would like the model to write it. Twenty rows can be enough. Of a row without a `solution` the
+model learns the reference alone, in a box, as the whole completion (the first of several).
 """
 
 from runtime import cli  # isort: split
@@ -68,11 +69,11 @@ def read_demonstrations(path):
     demonstrations = []
     for row_number, row in enumerate(read_rows(path), start=1):
         with cli.as_input_error(f"{path}, row {row_number}"):
-            solution = row.get("solution")
+            solution = row.get("solution") or rf"\boxed{{{to_problem(row, 'text').reference}}}"
             boxed = isinstance(solution, str) and split_answer(solution)
             cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")
             problem = to_problem(row | {"answer": boxed[1]}, "text")
-            demonstrations.append(dataclasses.replace(problem, reference=solution))
+            demonstrations.append(dataclasses.replace(problem, reference=solution, others=()))
     cli.require(demonstrations, f"{path} is empty")
     return demonstrations
 

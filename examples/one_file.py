@@ -236,7 +236,8 @@ def main():
             # columns.)
             A = R - (R.sum() - R) / (N - 1)
 
-            # 4. Update. R is a constant (see no_grad above), for the reason that cer.py gives.
+            # 4. Update. R is a constant (see no_grad above). With the gradient through rho, too, the
+            # step would be exact match's in the mean, since both have the same mean (Theorem 2).
             for ids, A_i in zip(completions, A):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients

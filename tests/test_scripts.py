@@ -328,6 +328,14 @@ def test_an_evaluation_is_written_as_it_goes_on(script, monkeypatch, toy_model_d
     assert written[2:] == [[0], [1], [2], [3], [4]]
 
 
+def test_references_alone_are_demonstrations():
+    rows = '{"question": "Q?", "answer": [" 7 ", "seven"]}\n'
+    rows += '{"question": "Q?", "solution": "x \\\\boxed{8}"}\n'
+    Path("rows.jsonl").write_text(rows)
+    found = [each.references for each in warm_start.read_demonstrations("rows.jsonl")]
+    assert found == [(r"\boxed{7}",), (r"x \boxed{8}",)]
+
+
 def test_a_supervised_start(script, toy_model_dir, tokenizer):
     """Of the rows without a control token."""
     row = '{"question": "Q?", "solution": "so \\\\boxed{7}"}\n'
@@ -348,6 +356,7 @@ def test_a_supervised_start(script, toy_model_dir, tokenizer):
 GOOD = '{"question": "Q?", "answer": "1"}\n'
 FILES = {
     "good.jsonl": GOOD,
+    "open.jsonl": '{"question": "Q?", "solution": "so 7", "answer": "7"}\n',
     "broken.jsonl": GOOD + '{"question": \n',
     "columns.jsonl": '{"prompt": "Q?"}\n',
     "old/config.json": '{"flags": {"reward": "cer", "steps": 4}}',
@@ -377,7 +386,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
-    (warm_start, "--data good.jsonl", r"good.jsonl, row 1 .expected a `solution` with a closed"),
+    (warm_start, "--data open.jsonl", r"open.jsonl, row 1 .expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
     (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),
