@@ -115,7 +115,7 @@ def log_probs(model, contexts, tokens):
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)  # as generate() counts them
     # V logits for each token are many, so only where they are needed.
     out = model(**inputs, position_ids=positions, logits_to_keep=len(tokens) + 1)
-    return out.logits.float().log_softmax(-1)
+    return out.logits.to(torch.promote_types(out.logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def encode(tokenizer, text):
@@ -236,8 +236,8 @@ def main():
             # columns.)
             A = R - (R.sum() - R) / (N - 1)
 
-            # 4. Update. R is a constant (see no_grad above). With the gradient through rho, too, the
-            # step would be exact match's in the mean, since both have the same mean (Theorem 2).
+            # 4. Update. R is a constant (see no_grad above). With the gradient through rho, too,
+            # the step would be exact match's in the mean, by Theorem 2: both have the same mean.
             for ids, A_i in zip(completions, A):
                 loss = -A_i * completion_logprobs(model, prompt, ids).sum()
                 (loss / (B * N)).backward()  # adds to the gradients
