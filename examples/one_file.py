@@ -243,9 +243,8 @@ def main():
                 (loss / (B * N)).backward()  # adds to the gradients
 
             mean_reward += R.mean().item() / B
-            answers = [box[1] for box in boxes if box]
-            verbatim += sum(a in problem.references for a in answers) / (B * N)
-            right += sum(verify([(problem, a) for a in answers])) / (B * N)
+            verbatim += sum(box[1] in problem.references for box in boxes if box) / (B * N)
+            right += sum(verify([(problem, box[1]) for box in boxes if box])) / (B * N)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
