@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import GenerationConfig, LlamaConfig
 
 import evaluate
 import grade
@@ -229,6 +230,7 @@ def model_says(monkeypatch):
     def install(seed, *accepts):
         torch.manual_seed(seed)
         verifier = torch.nn.Linear(1, 1, bias=False)
+        verifier.config, verifier.generation_config = LlamaConfig(), GenerationConfig()
         monkeypatch.setattr(grade, "load", lambda *_, **__: (verifier, None))
 
         def answers(pairs, *_):
