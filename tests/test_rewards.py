@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import random
 import re
 import string
@@ -31,7 +32,7 @@ from reward_functions import (
 )
 from runtime.cli import InputError
 from runtime.samples import group_line, sample_table
-from tasks import data, general_verifier, toy
+from tasks import data, general_verifier, toy, verifiers
 from tasks.verifiers import BOXED_LATEX, VERIFIERS, verify, words
 
 A = [" A ", "A.", "(A)", "(A).", r"\text{A}", r"\textbf{(A)}", "$A$", "**A**", "A: iron", "A) iron"]
@@ -148,8 +149,12 @@ def test_a_long_line_takes_a_second():
         assert time.process_time() - started < 2, line[:9]  # for six looks at it
 
 
-def test_a_time_out_is_wrong():
-    """math-verify's, after 5 seconds."""
+def test_a_time_out_is_wrong(monkeypatch):
+    """math-verify's, which is 5 seconds, and 1 here."""
+    soon = functools.partial(verifiers.parse, parsing_timeout=1)
+    monkeypatch.setattr(verifiers, "parse", soon)
+    soon = functools.partial(verifiers.math_verify_equal, timeout_seconds=1)
+    monkeypatch.setattr(verifiers, "math_verify_equal", soon)
     problem = data.Problem("How many?", "7", "math")
     assert verify([(problem, "(10^{10})!"), (problem, "7")]) == [False, True]
 
