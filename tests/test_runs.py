@@ -288,7 +288,8 @@ def test_a_kill_between_any_two_writes_loses_nothing(script, tmp_path, quick, mo
         watch(Path, "rename")
         watch(Path, "replace")
         watch(shutil, "rmtree")
-        flags = f"{quick} --save-every 1 --eval-every 2 --keep 1 --out run"
+        small = "--questions 2 --samples 2 --max-new-tokens 12 --eval-limit 1 --eval-runs 1"
+        flags = f"{quick} {small} --save-every 1 --eval-every 2 --keep 1 --out run"
         assert script(train, flags)[0] == 0
     assert len(left) > 20
     for copy in left:
