@@ -26,19 +26,10 @@ import pandas
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from experiments.people import own_case  # noqa: E402
 from tasks.verifiers import same_text, words  # noqa: E402
 
-EXAMPLES = r"""Reason in one sentence, then box a short answer, as in the examples.
-
-Passage: The Ashford Canal was dug between 1788 and 1796 by teams of local farmers, who were paid in grain. It was closed to ships in 1921, when the railway bridge made its locks useless.
-Question: Why did ships stop using the canal?
-Solution: The passage says that it was closed when the railway bridge made its locks useless. \boxed{the railway bridge}
-
-Passage: Lichens grow slowly, often less than a millimetre a year. Because they take in everything from the air, they are used to measure its pollution.
-Question: What can be measured with lichens?
-Solution: They take in everything from the air, so they are used to measure how polluted it is. \boxed{air pollution}
-
-"""  # noqa: E501
+EXAMPLES = own_case.EXAMPLES.removeprefix("Answer a question about a passage. ") + "\n"
 PASSES = 2  # chosen by `passes`
 HELD_OUT = "--runs 4 --max-new-tokens 64 --temperature 1 --top-p 1 --top-k 0"
 RECIPE = "--verifier text --reward verifree --questions 4 --samples 8 --max-new-tokens 64"
