@@ -2,12 +2,13 @@
 
     python experiments/sft/people.py DATA MODEL OUT rows      # the files that the runs read
     python experiments/sft/people.py DATA MODEL OUT passes    # how long to fine-tune
+    python experiments/sft/people.py DATA MODEL OUT pilot     # which higher rate for --lora
     python experiments/sft/people.py DATA MODEL OUT runs
     python experiments/sft/people.py DATA MODEL OUT gather    # people.csv
     python experiments/sft/people.py DATA MODEL OUT tables    # from people.csv
 
-DATA holds squad_human.jsonl, MODEL is SmolLM2-135M-Instruct. Each run is a directory in OUT. What
-is finished is not run again. Two runs go at a time, one thread each.
+DATA holds squad_human.jsonl and fairytaleqa_human.jsonl, MODEL is SmolLM2-135M-Instruct. Each run
+is a directory in OUT. What is finished is not run again. Two runs go at a time, one thread each.
 """
 
 import argparse
@@ -31,9 +32,10 @@ from tasks.verifiers import same_text, words  # noqa: E402
 
 EXAMPLES = own_case.EXAMPLES.removeprefix("Answer a question about a passage. ") + "\n"
 PASSES = 2  # chosen by `passes`
+RATE = "1e-4"  # of the higher ones for --lora
 HELD_OUT = "--runs 4 --max-new-tokens 64 --temperature 1 --top-p 1 --top-k 0"
 RECIPE = "--verifier text --reward verifree --questions 4 --samples 8 --max-new-tokens 64"
-RECIPE += " --steps 30 --seed 0 --microbatch-tokens 1024"  # more take longer, and memory
+RECIPE += " --microbatch-tokens 1024"  # more take longer, and memory
 RECIPE += " --eval-runs 1 --eval-limit 1 --eval-every 1000 --save-every 10 --keep 1"
 
 
@@ -82,6 +84,10 @@ def make_rows(args):
     write(args.out / "test.jsonl", rows[300:])
     prompted = [{"question": ask(x, EXAMPLES), "answer": x["references"]} for x in lines[300:]]
     write(args.out / "test-prompted.jsonl", prompted)
+    tales = [json.loads(line) for line in open(args.data / "fairytaleqa_human.jsonl")]
+    short = [tale for tale in tales if length(tale) <= 110]
+    tales = [{"question": ask(tale), "answer": tale["references"]} for tale in short]
+    write(args.out / "pilot.jsonl", tales)
     write(args.out / "tenth.jsonl", train[::10])
     rest = [row for k, row in enumerate(train) if k % 10]
     write(args.out / "sft-rest.jsonl", boxed(rest, random.Random("rest")))
@@ -115,12 +121,13 @@ def evaluated(args, name, model, rows="test.jsonl", settings=HELD_OUT):
     run(f"{command} --out {args.out / name}", args.out / name / "results.json")
 
 
-def trained(args, name, flags):
+def trained(args, name, flags, rows="train.jsonl", steps=30, seed=0):
     out = args.out / name
-    command = f"train.py --model {args.out / 'start'} --dataset {args.out / 'train.jsonl'} {RECIPE}"
+    command = f"train.py --model {args.out / 'start'} --dataset {args.out / rows} {RECIPE}"
+    command += f" --steps {steps} --seed {seed} {flags}"
     if (out / "config.json").exists():
-        command, flags = "train.py --resume", ""
-    run(f"{command} {flags} --out {out}", out / "checkpoints" / "step-30")
+        command = "train.py --resume"
+    run(f"{command} --out {out}", out / "checkpoints" / f"step-{steps}")
 
 
 def both_ways(args, name, model, rows="test.jsonl"):
@@ -140,9 +147,17 @@ def passes(args):
         print(epochs, quality(args.out / f"{name}-tenth"))
 
 
+def pilot(args):
+    for rate in "1e-4", "5e-4":
+        trained(args, f"pilot-{rate}", f"--lora 32 --lr {rate}", "pilot.jsonl", steps=8)
+        metrics = pandas.read_json(args.out / f"pilot-{rate}" / "metrics.jsonl", lines=True)
+        print(rate, metrics.reward[-4:].mean())
+
+
 def train_all(args):
-    def verifree(name, flags):
-        trained(args, name, flags)
+    def verifree(arm, flags, seed):
+        name = f"{arm}-{seed}"
+        trained(args, name, flags, seed=seed)
         both_ways(args, name, args.out / f"{name}/checkpoints/step-30")
 
     def sft(seed):
@@ -155,9 +170,12 @@ def train_all(args):
         both_ways(args, "start", args.out / "start")
 
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(verifree, "full-0", "--lr 1e-5")]
-        jobs += [pool.submit(verifree, "lora-1e-4-0", "--lora 32 --lr 1e-4")]
-        jobs += [pool.submit(sft, seed) for seed in range(3)] + [pool.submit(untrained)]
+        jobs = [pool.submit(untrained)]
+        for seed in range(3):
+            jobs += [pool.submit(verifree, "full", "--lr 1e-5", seed), pool.submit(sft, seed)]
+            jobs += [pool.submit(verifree, f"lora-{RATE}", f"--lora 32 --lr {RATE}", seed)]
+        for seed in range(3):
+            jobs += [pool.submit(verifree, "lora-1e-5", "--lora 32 --lr 1e-5", seed)]
         for job in jobs:
             job.result()
 
@@ -271,7 +289,7 @@ def main():
     add("data", type=Path)
     add("model", type=Path)
     add("out", type=lambda text: Path(text).resolve())
-    steps = {"rows": make_rows, "passes": passes, "runs": train_all}
+    steps = {"rows": make_rows, "passes": passes, "pilot": pilot, "runs": train_all}
     steps |= {"gather": gather, "tables": tables}
     add("step", choices=steps)
     args = parser.parse_args()
