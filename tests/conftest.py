@@ -6,10 +6,12 @@ import signal
 import statistics
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 
+import processes  # noqa: F401  what the server of processes imports
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from runtime.files import LOGS, append_rows, checkpoints, read_rows
 from tasks import data, toy, toy_model
 
 ROOT = Path(__file__).parents[1]
+forkserver.ensure_running()  # it imports what it needs while the first tests run
 # nohup, and a shell in the background, start pytest with these ignored.
 for number in signal.SIGINT, signal.SIGHUP:
     signal.signal(number, signal.default_int_handler)
