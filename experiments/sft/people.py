@@ -32,7 +32,7 @@ from tasks.verifiers import same_text, words  # noqa: E402
 
 EXAMPLES = own_case.EXAMPLES.removeprefix("Answer a question about a passage. ") + "\n"
 PASSES = 2  # chosen by `passes`
-RATE = "1e-4"  # of the higher ones for --lora
+RATE = "5e-4"  # chosen by `pilot`
 HELD_OUT = "--runs 4 --max-new-tokens 64 --temperature 1 --top-p 1 --top-k 0"
 RECIPE = "--verifier text --reward verifree --questions 4 --samples 8 --max-new-tokens 64"
 RECIPE += " --microbatch-tokens 1024"  # more take longer, and memory
@@ -233,13 +233,17 @@ def with_seeds(shares):
 
 
 def difference(samples, one, other, what="text"):
-    """One arm minus another, paired by question -> the mean, its standard error, and the seeds of
-    the first. Where the other has one seed, or was not trained, it is taken from each."""
+    """One arm minus another, paired by question -> the mean, its standard error, and the number of
+    seeds: those that both have, or, where the other was not trained, all of the first."""
+    untrained = other in ("prompted", "start")
     one, other = (
         samples[samples.arm == arm].pivot_table(what, "line", "seed") for arm in (one, other)
     )
-    mean, error = with_seeds(one.sub(other[0], axis=0))
-    return mean, error, one.shape[1]
+    if untrained:
+        differences = one.sub(other[0], axis=0)
+    else:
+        differences = (one - other).dropna(axis=1)  # without the seeds that one of them lacks
+    return *with_seeds(differences), differences.shape[1]
 
 
 def table(decoding):
@@ -275,9 +279,10 @@ def tables(args):
             )
 
 
-ARMS = ["prompted", "start", "sft", "full", "lora-1e-4"]
-PAIRS = ("sft", "full"), ("lora-1e-4", "full"), ("sft", "prompted"), ("sft", "start")
-PAIRS += ("full", "start"), ("lora-1e-4", "start")
+LORA = ["lora-1e-5", "lora-1e-4", "lora-5e-4"]
+ARMS = ["prompted", "start", "sft", "full", *LORA]
+PAIRS = [("sft", "full"), *((arm, "full") for arm in LORA), ("sft", "prompted")]
+PAIRS += [(arm, "start") for arm in ARMS[2:]]
 SHOWN = {"sampled": ["text", "verbatim", "f1", "answered", "cut off", "words", "tokens", "seeds"]}
 SHOWN["greedy"] = ["text", "verbatim", "f1", "answered"]
 WHAT = ["text", "verbatim", "f1"]
