@@ -10,6 +10,7 @@ main() is the method. Below it stand its parts, and the flags.
 
 from runtime import cli  # isort: split
 
+import math
 from pathlib import Path
 
 import torch.distributed as dist
@@ -66,7 +67,8 @@ def main():
     # --lora the actor is the policy, and small matrices beside its weights are trained.
     microbatch, lora = args.microbatch_tokens, args.lora
     budget, offload, memory = plan_memory(actor, longest, microbatch, args.cpu_offload, lora)
-    disk = check_disk(actor, out, min(args.keep, last_step), lora)
+    saves = math.ceil(last_step / args.save_every)  # the oldest goes when a new one is complete
+    disk = check_disk(actor, out, min(args.keep + 1, saves), lora)
     policy = make_policy(args, model_path, actor, offload)
     optimizer = make_adam(policy)
     moments_move = not lora and moments_can_leave(actor, offload)

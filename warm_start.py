@@ -19,10 +19,9 @@ from engine.checks import check_sampling
 from engine.export import export
 from engine.load import load
 from engine.tokens import split_answer, vocabulary
-from runtime.files import read_rows
 from runtime.ranks import init_ranks, open_run_directory
-from tasks.data import in_epochs, to_problem
-from tasks.prompts import encode_prompt, usable_prompts
+from tasks.data import MISSING, in_epochs, load_problems, to_problem
+from tasks.prompts import encode_prompt, show_first, usable_prompts
 from tasks.supervised import finetune
 
 
@@ -30,7 +29,7 @@ def main():
     parser = cli.Parser(description=__doc__.split("\n\n")[0])
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
-    add("--data", required=True, help="file of demonstrations: question and boxed solution")
+    add("--data", required=True, help="demonstrations: question, and boxed solution or answer")
     add("--out", required=True, help="new directory for the trained model")
     add("--epochs", type=count, default=4, help="passes over the demonstrations")
     add("--batch", type=count, default=8, help="demonstrations per optimizer step")
@@ -39,16 +38,17 @@ def main():
     args = parser.parse_args()
     device = init_ranks()
     cli.require(dist.get_world_size() == 1, "warm_start.py runs in one process, without torchrun")
-    demonstrations = read_demonstrations(args.data)
+    demonstrations = load_problems(args.data, convert=to_demonstration)
     out = open_run_directory(args.out, "warm-start")
-    model, tokenizer = load(args.model, device, check_sampling, check_scoring)
+    model, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype="fp32")
     demonstrations, _ = usable_prompts(model, tokenizer, demonstrations, args.data, 0)
+    show_first(tokenizer, demonstrations, args.data)
     encode = vocabulary(tokenizer).encode
     pairs = [(encode_prompt(tokenizer, each), encode(each.reference)) for each in demonstrations]
     # The rate falls to about 0 by the last step, so that a single step would train nothing.
     steps = max(2, args.epochs * len(pairs) // args.batch)
     print(f"{len(pairs)} demonstrations, {steps} steps of {args.batch}, lr {args.lr:g}, {device}")
-    model = model.float().train()  # Adam would hardly move bf16 weights
+    model.train()
     if device.type == "cuda":
         model.activation_checkpointing_enable()
     stop = tokenizer.eos_token_id
@@ -64,18 +64,15 @@ def main():
     print(f"--max-new-tokens: at least {longest}, as many as the longest demonstration has")
 
 
-def read_demonstrations(path):
-    """-> list[Problem], each with the whole solution as its reference."""
-    demonstrations = []
-    for row_number, row in enumerate(read_rows(path), start=1):
-        with cli.as_input_error(f"{path}, row {row_number}"):
-            solution = row.get("solution") or rf"\boxed{{{to_problem(row, 'text').reference}}}"
-            boxed = isinstance(solution, str) and split_answer(solution)
-            cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")
-            problem = to_problem(row | {"answer": boxed[1]}, "text")
-            demonstrations.append(dataclasses.replace(problem, reference=solution, others=()))
-    cli.require(demonstrations, f"{path} is empty")
-    return demonstrations
+def to_demonstration(row, verifier):
+    """One row -> Problem with the whole solution as its reference."""
+    solution = row.get("solution")
+    if MISSING.match(str(solution or "")):
+        solution = rf"\boxed{{{to_problem(row, verifier).reference}}}"
+    boxed = isinstance(solution, str) and split_answer(solution)
+    cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")
+    problem = to_problem(row | {"answer": boxed[1]}, verifier)
+    return dataclasses.replace(problem, reference=solution, others=())
 
 
 if __name__ == "__main__":

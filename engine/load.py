@@ -11,7 +11,6 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine import slots
 from engine.checks import check_config, check_tokens, check_weights, try_slots
-from engine.tokens import vocabulary
 from runtime.cli import as_input_error, require, say
 from runtime.files import checkpoints
 
@@ -62,6 +61,7 @@ def load_model(name, device, dtype):
     """Load a Hugging Face causal language model, in eval mode."""
     check_config(name, from_pretrained(AutoConfig, name))
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
+    options["ignore_mismatched_sizes"] = True  # check_weights refuses them
     model, info = from_pretrained(AutoModelForCausalLM, name, output_loading_info=True, **options)
     check_weights(name, info)
     model = model.to(device).eval()
@@ -146,6 +146,6 @@ def choose_sampler(model, tokenizer, sampler="auto"):
     if sampler == "generate" or model.device.type != SLOTS_ON:
         return
     model.sample_pieces = slots.sample_pieces
-    if reason := try_slots(model, vocabulary(tokenizer).encode(r"so \boxed")):
+    if reason := try_slots(model, tokenizer.encode(r"so \boxed", add_special_tokens=False)):
         model.sample_pieces = None
         say(f"sampling with Hugging Face's generate(): {reason}")

@@ -116,9 +116,10 @@ def moments_can_leave(actor, cpu_offload):
     return in_slots and not cpu_offload and not moments_stay(actor)
 
 
-def check_disk(actor, out, keep, lora=None):
-    """Check that the checkpoints of a run fit on the disk -> a line for the log."""
-    more = max(1, keep + 1 - len(checkpoints(out)))  # the oldest goes when the new one is complete
+def check_disk(actor, out, most, lora=None):
+    """Check that the checkpoints of a run, at most so many at a time, fit on the disk -> a line for
+    the log."""
+    more = max(1, most - len(checkpoints(out)))
     # fp32 weights and Adam's moments take 12 bytes for each parameter that is trained, and those of
     # the adapter, in fp32, 4 more.
     state = (16 if lora else 12) * trained_parameters(actor, lora)

@@ -20,6 +20,7 @@ from runtime.files import lock
 def init_ranks():
     """Join torchrun's process group, or make one of a single process -> this rank's device."""
     transformers.utils.logging.disable_progress_bar()  # loading and saving models is quick
+    transformers.utils.logging.set_verbosity_error()  # what it warns of we check, and refuse
     cuda = torch.cuda.is_available()
     if cuda:
         version = torch.__version__  # which compares itself with tuples

@@ -56,7 +56,7 @@ MISSING = re.compile(r"^\s*(-?nan|-?NaN|NaT|<NA>|#NA|#N/A( N/A)?|#[A-Z/0]+[!?]|E
 CONTAINER = re.compile(r"""(?s)[\[{][\[{(\s]*["'].*[\]}]|\(["'].*["'],.*\)|(\w+\.)?array\(.*\)""")
 
 
-def load_problems(name_or_path, limit=None, verifier=None) -> list[Problem]:
+def load_problems(name_or_path, limit=None, verifier=None, convert=None) -> list[Problem]:
     """Load a data set -> list[Problem], only the first `limit` if it is given. The data set is a
     name in TOY or HUB, a local .jsonl, .json, .parquet or .csv file, or the id of another one on
     the hub.
@@ -68,7 +68,8 @@ def load_problems(name_or_path, limit=None, verifier=None) -> list[Problem]:
     else the one given, or "math" from the hub and "text" from a file.
 
     Rows without a usable question, reference and verifier are left out and counted. Raises
-    InputError if no row is left. What may surprise about the rows is said in lines.
+    InputError if no row is left. What may surprise about the rows is said in lines. convert: what
+    makes a Problem of a row and a verifier, or raises InputError, in place of to_problem.
     """
     name = str(name_or_path)
     rows, default = load_rows(name)
@@ -80,7 +81,7 @@ def load_problems(name_or_path, limit=None, verifier=None) -> list[Problem]:
         is_header = len(cells) > 1 and cells <= {"", *COLUMNS} and cells & row.keys()
         require(not is_header, f"{name}, row {row_number} is a header again: expected one table")
         try:
-            problems.append(to_problem(row, verifier or default))
+            problems.append((convert or to_problem)(row, verifier or default))
         except InputError as reason:
             left_out.setdefault(str(reason), []).append(row_number)
     counts = [f"{why} ({len(at)} of {len(rows)}: rows {at[:3]})" for why, at in left_out.items()]
@@ -177,8 +178,9 @@ def find_references(row, options):
 
 
 def find_reference(answer, options):
-    """A reference verbatim, except that numbers become text, and that white space at its ends and a
-    box around all of it are taken off. With options it is the letter of the one that is named."""
+    """A reference verbatim, except that numbers become text, that it is tidy, that a box around all
+    of it is taken off, and that of an answer of GSM8K what follows its mark is taken. With options
+    it is the letter of the one that is named."""
     text = MISSING.sub("", tidy(as_text(answer) or ""))
     _, mark, last_line = text.rpartition("####")  # GSM8K writes its working before this mark
     if mark and "\n" not in last_line.strip():

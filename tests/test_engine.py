@@ -600,7 +600,7 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
         actor = tiny_model(64, hidden_size=4096, num_hidden_layers=4).to(torch.bfloat16)
     size = sum(p.numel() for p in actor.parameters())
     said = f"disk: 5 more checkpoints would take {5 * 14 * size / 1e9:.3g} of"
-    assert said in memory.check_disk(actor, tmp_path, 4)
+    assert said in memory.check_disk(actor, tmp_path, 5)
     with pytest.raises(InputError, match="more checkpoints .* GB: use a smaller --keep"):
         memory.check_disk(actor, tmp_path, 10**9)
     bytes_of_host = iter([21 * size, 19 * size])
@@ -623,7 +623,9 @@ def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path
     lost = {name: weight for name, weight in weights.items() if "layers.1.mlp" not in name}
     bias = weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
     unused = r"has no use for 1 weights, such as \['model.layers.0.self_attn.q_proj.bias'\]"
-    cases = (nan, "not finite"), (lost, r"lacks 3 weights, such as .*layers.1.mlp"), (bias, unused)
+    cut = weights | {"model.norm.weight": torch.ones(3)}
+    cases = [(nan, "not finite"), (lost, r"lacks 3 weights, such as .*layers.1.mlp")]
+    cases += [(bias, unused), (cut, r"lacks 1 weights, such as .*model.norm.weight.*3.*32")]
     for changed, says in cases:
         save_file(changed, path, {"format": "pt"})
         with pytest.raises(InputError, match=says):

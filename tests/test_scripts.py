@@ -19,8 +19,9 @@ import train
 import warm_start
 from engine.tokens import split_answer
 from reward_functions import REWARDS
+from runtime.cli import InputError
 from runtime.files import LOGS, append_rows, lock, read_config, read_rows
-from tasks import general_verifier
+from tasks import data, general_verifier
 from tasks.data import in_epochs, load_problems
 from tasks.verifiers import verify
 
@@ -328,12 +329,27 @@ def test_an_evaluation_is_written_as_it_goes_on(script, monkeypatch, toy_model_d
     assert written[2:] == [[0], [1], [2], [3], [4]]
 
 
-def test_references_alone_are_demonstrations():
-    rows = '{"question": "Q?", "answer": [" 7 ", "seven"]}\n'
-    rows += '{"question": "Q?", "solution": "x \\\\boxed{8}"}\n'
-    Path("rows.jsonl").write_text(rows)
-    found = [each.references for each in warm_start.read_demonstrations("rows.jsonl")]
-    assert found == [(r"\boxed{7}",), (r"x \boxed{8}",)]
+def test_demonstrations_are_read_as_other_rows(tmp_path, capsys):
+    """A reference alone is its box, with the digits of the file. What cannot be used is left out
+    and counted, and a column of another name is named."""
+    rows = r"""
+        {"question": "Q?", "answer": [" 7 ", "seven"]}
+        {"question": "R?", "answer": 4.50, "solution": NaN}
+        {"question": "S?", "solution": "x \\boxed{8}"}
+        {"question": "T?", "Solution": "x \\boxed{9}", "answer": "9"}
+        {"question": "U?", "solution": "x \\boxed{}", "answer": "9"}
+        {"question": "V?", "solution": "x 9", "answer": "9"}
+        """
+    (tmp_path / "rows.jsonl").write_text(rows)
+    found = data.load_problems(tmp_path / "rows.jsonl", convert=warm_start.to_demonstration)
+    solutions = [each.references for each in found]
+    assert solutions == [(r"\boxed{7}",), (r"\boxed{4.50}",), (r"x \boxed{8}",), (r"\boxed{9}",)]
+    said = capsys.readouterr().err
+    for line in "box) (1 of 6: rows [5])", "} (1 of 6: rows [6])", "(expected 'solution')":
+        assert line in said, said
+    (tmp_path / "two.csv").write_text("question,answer\nQ?,7\nquestion,answer\nR?,8\n")
+    with pytest.raises(InputError, match="row 2 is a header again"):
+        data.load_problems(tmp_path / "two.csv", convert=warm_start.to_demonstration)
 
 
 def test_a_supervised_start(script, toy_model_dir, tokenizer):
@@ -386,7 +402,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
-    (warm_start, "--data open.jsonl", r"open.jsonl, row 1 .expected a `solution` with a closed"),
+    (warm_start, "--data open.jsonl", r"no usable row; expected a `solution` with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
     (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),
