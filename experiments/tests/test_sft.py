@@ -29,9 +29,30 @@ def test_the_comparisons():
         for one, other in people.PAIRS:
             cells = []
             for what in people.WHAT:
-                mean, error, _ = people.difference(own, one, other, what)
+                mean, error, seeds = people.difference(own, one, other, what)
                 cells.append(f"{short(mean)} ± {short(error)}")
-            assert f"| {decoding}: `{one}` minus `{other}` | {' | '.join(cells)} |" in PAGE
+            row = f"| {decoding}: `{one}` minus `{other}` | {' | '.join(cells)} | {seeds} |"
+            assert row in PAGE
+
+
+def test_where_both_primary_comparisons_are_told():
+    samples = people.read()
+    sampled = samples[samples.decoding == "sampled"]
+    pages = [ROOT / "docs/running.md", ROOT / "experiments/README.md"]
+    for one, more in ("sft", []), ("lora-5e-4", [ROOT / "experiments/lora/README.md"]):
+        mean, error, _ = people.difference(sampled, one, "full")
+        said = f"{short(mean)} ± {short(error)}"
+        assert f"minus `full` is {said}" in words_of(PAGE)
+        assert all(said in words_of(page.read_text()) for page in pages + more)
+
+
+def test_the_rates():
+    """What each seed has."""
+    samples = people.read()
+    sampled = samples[samples.decoding == "sampled"].pivot_table("text", "arm", "seed")
+    for arm, row in ("full", "full, 1e-5"), *((a, f"`--lora 32`, {a[5:]}") for a in people.LORA):
+        seeds = ", ".join(map(short, sampled.loc[arm].dropna()))
+        assert f"| {row} | {seeds} |" in PAGE
 
 
 def test_the_rows_are_those_of_the_verifier():
