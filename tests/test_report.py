@@ -71,9 +71,10 @@ def test_tiny_rewards_are_counted_but_not_those_that_nobody_gave(tokenizer, scal
 
 def test_a_log_has_a_line_a_step(finished_run):
     err = (finished_run.parent / "stderr").read_text()
-    first, second, third, *lines = err[err.index("cer on ") :].splitlines()
+    first, second, third, disk, *lines = err[err.index("cer on ") :].splitlines()
     assert "8 questions, verifier toy-rule; 4 steps of 4 questions x 4 samples" in first
     assert "1 x cpu" in second and third.startswith("memory: 4,096 tokens in a micro-batch")
+    assert disk.startswith("disk: 2 more checkpoints")  # as many as it writes, of 3 that it may keep
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 4 and "\r" not in err
     for line in steps_of(finished_run):
