@@ -74,7 +74,7 @@ def test_a_log_has_a_line_a_step(finished_run):
     first, second, third, disk, *lines = err[err.index("cer on ") :].splitlines()
     assert "8 questions, verifier toy-rule; 4 steps of 4 questions x 4 samples" in first
     assert "1 x cpu" in second and third.startswith("memory: 4,096 tokens in a micro-batch")
-    assert disk.startswith("disk: 2 more checkpoints")  # as many as it writes, of 3 that it may keep
+    assert disk.startswith("disk: 2 more checkpoints")  # of 3 that it may keep
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 4 and "\r" not in err
     for line in steps_of(finished_run):
