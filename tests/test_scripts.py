@@ -402,7 +402,7 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
-    (warm_start, "--data open.jsonl", r"no usable row; expected a `solution` with a closed"),
+    (warm_start, "--data open.jsonl", r"open.jsonl: no usable row; expected a .* with a closed"),
     (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
     (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),

@@ -160,6 +160,9 @@ def train_all(args):
         trained(args, name, flags, seed=seed)
         both_ways(args, name, args.out / f"{name}/checkpoints/step-30")
 
+    def lora(rate, seed):
+        verifree(f"lora-{rate}", f"--lora 32 --lr {rate}", seed)
+
     def sft(seed):
         rows = args.out / f"sft-{seed}.jsonl"
         supervised(args, f"sft-{seed}", args.out / "start", rows, PASSES, seed)
@@ -173,9 +176,8 @@ def train_all(args):
         jobs = [pool.submit(untrained)]
         for seed in range(3):
             jobs += [pool.submit(verifree, "full", "--lr 1e-5", seed), pool.submit(sft, seed)]
-            jobs += [pool.submit(verifree, f"lora-{RATE}", f"--lora 32 --lr {RATE}", seed)]
-        for seed in range(3):
-            jobs += [pool.submit(verifree, "lora-1e-5", "--lora 32 --lr 1e-5", seed)]
+            jobs += [pool.submit(lora, RATE, seed)]
+        jobs += [pool.submit(lora, rate, 0) for rate in ("1e-5", "1e-4")]
         for job in jobs:
             job.result()
 
@@ -235,7 +237,7 @@ def with_seeds(shares):
 def difference(samples, one, other, what="text"):
     """One arm minus another, paired by question -> the mean, its standard error, and the number of
     seeds: those that both have, or, where the other was not trained, all of the first."""
-    untrained = other in ("prompted", "start")
+    untrained = other in UNTRAINED
     one, other = (
         samples[samples.arm == arm].pivot_table(what, "line", "seed") for arm in (one, other)
     )
@@ -279,10 +281,11 @@ def tables(args):
             )
 
 
-LORA = ["lora-1e-5", "lora-1e-4", "lora-5e-4"]
-ARMS = ["prompted", "start", "sft", "full", *LORA]
+UNTRAINED, LORA = ["prompted", "start"], ["lora-1e-5", "lora-1e-4", "lora-5e-4"]
+TRAINED = ["sft", "full", *LORA]
+ARMS = [*UNTRAINED, *TRAINED]
 PAIRS = [("sft", "full"), *((arm, "full") for arm in LORA), ("sft", "prompted")]
-PAIRS += [(arm, "start") for arm in ARMS[2:]]
+PAIRS += [(arm, "start") for arm in TRAINED]
 SHOWN = {"sampled": ["text", "verbatim", "f1", "answered", "cut off", "words", "tokens", "seeds"]}
 SHOWN["greedy"] = ["text", "verbatim", "f1", "answered"]
 WHAT = ["text", "verbatim", "f1"]

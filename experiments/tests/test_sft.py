@@ -35,12 +35,16 @@ def test_the_comparisons():
             assert row in PAGE
 
 
-def test_where_both_primary_comparisons_are_told():
+def sampled():
     samples = people.read()
-    sampled = samples[samples.decoding == "sampled"]
+    return samples[samples.decoding == "sampled"]
+
+
+def test_where_both_primary_comparisons_are_told():
+    samples = sampled()
     pages = [ROOT / "docs/running.md", ROOT / "experiments/README.md"]
     for one, more in ("sft", []), ("lora-5e-4", [ROOT / "experiments/lora/README.md"]):
-        mean, error, _ = people.difference(sampled, one, "full")
+        mean, error, _ = people.difference(samples, one, "full")
         said = f"{short(mean)} ± {short(error)}"
         assert f"minus `full` is {said}" in words_of(PAGE)
         assert all(said in words_of(page.read_text()) for page in pages + more)
@@ -48,10 +52,9 @@ def test_where_both_primary_comparisons_are_told():
 
 def test_the_rates():
     """What each seed has."""
-    samples = people.read()
-    sampled = samples[samples.decoding == "sampled"].pivot_table("text", "arm", "seed")
+    right = sampled().pivot_table("text", "arm", "seed")
     for arm, row in ("full", "full, 1e-5"), *((a, f"`--lora 32`, {a[5:]}") for a in people.LORA):
-        seeds = ", ".join(map(short, sampled.loc[arm].dropna()))
+        seeds = ", ".join(map(short, right.loc[arm].dropna()))
         assert f"| {row} | {seeds} |" in PAGE
 
 
@@ -72,7 +75,7 @@ def test_the_toy():
     for reward in "cer", "exact", "verifree":
         rows[f"`{reward}`"] = stored.loc[reward].set_index("seed")["pass@1 end"][sft.index]
     for name, values in rows.items():
-        cells = " | ".join(f"{x:.3f}".replace("0.", ".") for x in [*values, values.mean()])
+        cells = " | ".join(map(short, [*values, values.mean()]))
         assert f"| {name} | {cells} |" in PAGE
     difference = rows["`sft`"] - rows["`cer`"]
     half = T[len(sft) - 2] * difference.sem()
@@ -82,5 +85,5 @@ def test_the_toy():
     )
     unseen = of[of.what == "unseen"]
     for name, column in ("before", "before"), ("`sft`", "pass@1"), ("`cer`", "cer"):
-        cells = [f"{x:.3f}".replace("0.", ".") for x in [*unseen[column], unseen[column].mean()]]
-        assert f"| {name} | {' | '.join(cells)} |" in PAGE
+        cells = " | ".join(map(short, [*unseen[column], unseen[column].mean()]))
+        assert f"| {name} | {cells} |" in PAGE
