@@ -48,7 +48,7 @@ import cer  # noqa: E402
 from engine.checks import check_sampling  # noqa: E402
 from engine.export import export  # noqa: E402
 from engine.load import load  # noqa: E402
-from engine.lora import ALPHA  # noqa: E402
+from engine.lora import ALPHA, linear_layers  # noqa: E402
 from engine.tokens import pad, split_answer, vocabulary  # noqa: E402
 from reward_functions import f1  # noqa: E402
 from rloo import leave_one_out  # noqa: E402
@@ -254,7 +254,7 @@ def main():
     grpo = args.grpo or args.reward == "verifree"
     config = GRPOConfig(**settings, **GRPO_RULES) if grpo else RLOOConfig(**settings)
     options = dict(args=config, processing_class=tokenizer, train_dataset=Dataset.from_list(rows))
-    options["peft_config"] = lora_config(args.lora) if args.lora else None
+    options["peft_config"] = lora_config(model, args.lora) if args.lora else None
 
     def cer_reward(prompts, completion_ids, reference, **others):
         return cer_rewards(trainer, prompts, completion_ids, reference)
@@ -289,8 +289,10 @@ def learning_rate(args):
     return {"learning_rate": lr, **falls}
 
 
-def lora_config(rank):
-    """Adapters of all linear layers but the head, as train.py's --lora."""
+def lora_config(model, rank):
+    """Adapters of all linear layers but the head, as train.py's --lora, which also refuses a model
+    in which these are not all that has matrices."""
+    linear_layers(model, rank)
     with cli.as_input_error("--lora needs peft: pip install -r requirements-dev.txt"):
         from peft import LoraConfig
     return LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear", lora_dropout=0.0)

@@ -194,7 +194,7 @@ def test_a_step_of_verifree_with_an_adapter_of_peft(script, toy_model_dir, quest
                     p.data.normal_(std=0.05)
                 start[name] = p.detach().clone()
 
-    config = trl_cer.lora_config(8)
+    config = trl_cer.lora_config(load(toy_model_dir, "cpu")[0], 8)
     config.lora_dropout = 0.5
     trainer = spy_on_a_step(toy_model_dir, rows, make_B_matter, peft_config=config)
     actor, tokenizer = load(toy_model_dir, "cpu")
@@ -382,11 +382,20 @@ def test_a_script_trains_an_adapter_with_verifree(script, toy_model_dir):
     assert (adapted(ids).logits - after(ids).logits).abs().max() < 1e-4
 
 
+def test_a_model_whose_experts_would_stay_as_they_are_gets_no_adapter(script, tokenizer):
+    model = tiny_model(len(tokenizer), "mixtral", num_experts_per_tok=2, num_local_experts=4)
+    for part in model, tokenizer:
+        part.save_pretrained("experts")
+    flags = "--model experts --reward overlap --steps 1 --questions 1 --samples 2 --lora 4"
+    code, _, err = script(trl_cer, f"{flags} --out out")
+    assert code == 2 and "--lora trains linear layers, which mixtral's" in err, err
+
+
 def test_a_small_change_survives_merging(tokenizer):
     """A change of each weight by less than bf16 can tell is all there after merging."""
     model = tiny_model(len(tokenizer)).to(torch.bfloat16)
     W0 = model.model.layers[0].mlp.up_proj.weight.float()
-    adapted = peft.get_peft_model(model, trl_cer.lora_config(4))
+    adapted = peft.get_peft_model(model, trl_cer.lora_config(model, 4))
     layer = adapted.base_model.model.model.layers[0].mlp.up_proj
     layer.lora_B["default"].weight.data.fill_(1e-5)
     change = 8 * 1e-5 * layer.lora_A["default"].weight.sum(0).float()  # s = 32 / 4
