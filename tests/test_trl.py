@@ -98,13 +98,17 @@ def last_reference(scores):
     return dict.fromkeys(scores.columns, scores.references[-1])
 
 
+LONG = "fourteen eggs and no more"
+
+
 @pytest.fixture
 def questions(monkeypatch):
     """Four, of which two have several references, and the rows that TRL takes. Of the references
-    the last one is taught, by TRL and by train.py, which would choose at random."""
+    the last one is taught, by TRL and by train.py, which would choose at random. It makes its rows
+    longer than the samples."""
     monkeypatch.setattr(cer.Scores, "sample_references", last_reference)
     problems = load_problems("toy")[:4]
-    problems[::2] = [dataclasses.replace(each, others=("14", "fourteen")) for each in problems[::2]]
+    problems[::2] = [dataclasses.replace(each, others=("14", LONG)) for each in problems[::2]]
     return problems, [{"prompt": chat_messages(p), "reference": [*p.references]} for p in problems]
 
 
