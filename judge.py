@@ -11,6 +11,8 @@ the others.
 
 from runtime import cli  # isort: split
 
+import shlex
+
 import numpy
 import pandas
 import torch.distributed as dist
@@ -118,8 +120,11 @@ def main():
     checks = check_sampling, check_scoring
     actor, tokenizer, datasets, out = load_model_and_data(args, 4096, "judge", *checks)
     problems = sum(datasets.values(), [])
-    verifier_model, options = args.verifier_model, dict(dtype=args.dtype, sampler=args.sampler)
-    verifier_model = verifier_model and load(verifier_model, actor.device, check_scoring, **options)
+    verifier_model, options = None, dict(dtype=args.dtype, sampler=args.sampler)
+    if args.verifier_model and "asked" in names:
+        verifier_model = load(args.verifier_model, actor.device, check_scoring, **options)
+    elif args.verifier_model:
+        cli.say("--verifier-model does nothing without the reward asked")
     if "asked" in names:
         try:
             check_asked(problems, verifier_model or (actor, tokenizer), args.max_new_tokens)
@@ -145,7 +150,8 @@ def main():
         say_grade(lines, out)
         print(f"all samples are in {out}")
         if with_columns := [k for k, line in enumerate(lines) if line.get("columns")]:
-            print(f"to draw one: python plot.py {out} --question {with_columns[0]}")
+            run = shlex.quote(str(out))
+            print(f"to draw one: python plot.py {run} --question {with_columns[0]}")
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 each sample. What a sample is (answered, verbatim, right, ...) is derived there and nowhere else."""
 
 import json
+import shlex
 import unicodedata
 
 import pandas
@@ -151,5 +152,5 @@ def say_pass_at_1(samples, by):
 def say_grade(lines, directory):
     """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
     if "text" in {line.get("verifier") for line in lines}:
-        grade = f"python grade.py {directory}"
+        grade = f"python grade.py {shlex.quote(str(directory))}"
         print(f"`text` calls paraphrases wrong, which flatters exact and overlap: {grade}")
