@@ -11,8 +11,6 @@ the others.
 
 from runtime import cli  # isort: split
 
-import shlex
-
 import numpy
 import pandas
 import torch.distributed as dist
@@ -117,14 +115,13 @@ def main():
     names = dict.fromkeys(args.rewards.replace(" ", "").split(","))
     names = sorted(names, key=lambda name: name != "cer")
     cli.require({*names} <= {*KNOWN}, f"--rewards: expected some of {', '.join(KNOWN)}")
+    idle = args.verifier_model and "asked" not in names
+    cli.require(not idle, "--verifier-model does nothing without the reward asked: leave it out")
     checks = check_sampling, check_scoring
     actor, tokenizer, datasets, out = load_model_and_data(args, 4096, "judge", *checks)
     problems = sum(datasets.values(), [])
-    verifier_model, options = None, dict(dtype=args.dtype, sampler=args.sampler)
-    if args.verifier_model and "asked" in names:
-        verifier_model = load(args.verifier_model, actor.device, check_scoring, **options)
-    elif args.verifier_model:
-        cli.say("--verifier-model does nothing without the reward asked")
+    verifier_model, options = args.verifier_model, dict(dtype=args.dtype, sampler=args.sampler)
+    verifier_model = verifier_model and load(verifier_model, actor.device, check_scoring, **options)
     if "asked" in names:
         try:
             check_asked(problems, verifier_model or (actor, tokenizer), args.max_new_tokens)
@@ -150,8 +147,8 @@ def main():
         say_grade(lines, out)
         print(f"all samples are in {out}")
         if with_columns := [k for k, line in enumerate(lines) if line.get("columns")]:
-            run = shlex.quote(str(out))
-            print(f"to draw one: python plot.py {run} --question {with_columns[0]}")
+            draw = cli.for_shell(out, "--question", with_columns[0])
+            print(f"to draw one: python plot.py {draw}")
     dist.destroy_process_group()
 
 

@@ -10,8 +10,6 @@ model learns the reference alone, in a box, as the whole completion (the first o
 
 from runtime import cli  # isort: split
 
-import shlex
-
 import torch.distributed as dist
 
 from cer import check_scoring
@@ -59,8 +57,8 @@ def main():
     cli.require(loss < float("inf"), f"the loss is {loss}: use a lower --lr")
     with cli.as_input_error(f"cannot save {out}"):
         export(model, tokenizer, out)
-    model = shlex.quote(str(out))
-    print(f"final loss {loss:.3f}; next: python judge.py --model {model} --dataset FILE")
+    judge = f"python judge.py --model {cli.for_shell(out)} --dataset FILE"
+    print(f"final loss {loss:.3f}; next: {judge}")
     longest = 1 + max(len(solution) for _, solution in pairs)  # with its end-of-text token
     print(f"--max-new-tokens: at least {longest}, as many as the longest demonstration has")
 

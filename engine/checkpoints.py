@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from engine.export import export
 from runtime.cli import InputError, is_rank_0, require, say
-from runtime.files import LOGS, checkpoints, first_bytes, how_to_resume, read_config, remove_partial
+from runtime.files import LOGS, beginning, checkpoints, how_to_resume, read_config, remove_partial
 
 LOGGED = "training/logged.json"  # what RunLog.logged says when the checkpoint is saved
 
@@ -112,7 +112,7 @@ def load_checkpoint(out, policy, optimizer):
     try:
         logged = json.loads((directory / LOGGED).read_text())
         for log in [out / name for name in LOGS]:
-            as_then = log.is_file() and first_bytes(log, logged[log.name][0]) == logged[log.name]
+            as_then = log.is_file() and beginning(log, logged[log.name][0]) == logged[log.name]
             require(as_then, f"{log} is shorter than it was then, or was changed")
         get_optimizer_state_dict(policy, optimizer)  # makes Adam's state, to be loaded into
         saved = dcp.FileSystemReader(training).read_metadata().state_dict_metadata

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -119,6 +120,11 @@ def say(text):
     with contextlib.suppress(OSError, RuntimeError):
         if is_rank_0():
             tqdm.write(printable(text), file=sys.stderr)
+
+
+def for_shell(*words):
+    """The words of a command as they can be pasted: a path may hold spaces or brackets."""
+    return shlex.join(map(str, words))
 
 
 def shorten(text, most):

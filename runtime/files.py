@@ -4,7 +4,6 @@ import csv
 import fcntl
 import io
 import json
-import shlex
 import shutil
 from collections import Counter
 from hashlib import sha256
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy
 import pyarrow.parquet
 
-from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
+from runtime.cli import InputError, as_input_error, for_shell, is_rank_0, message_of, require, say
 
 FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"  # of a run, only appended to
@@ -133,7 +132,7 @@ def to_jsonl(rows: list[dict]) -> str:
     return "".join(json.dumps(row) + "\n" for row in finite)
 
 
-def first_bytes(path, length):
+def beginning(path, length):
     """What tells whether so many first bytes of a log are as they were -> their number, a hash."""
     with open(path, "rb") as file:
         content = file.read(length)
@@ -183,5 +182,5 @@ def remove_partial(out):
 def how_to_resume(run):
     """In words, for a run that is stopped or cannot write."""
     last = ["none", *(path.name for _, path in checkpoints(run))][-1]
-    out = shlex.quote(str(run))
-    return f"go on with --resume --out {out}; the last complete checkpoint is {last}"
+    again = for_shell("--resume", "--out", run)
+    return f"go on with {again}; the last complete checkpoint is {last}"

@@ -71,7 +71,6 @@ def open_run_directory(out, name, resume=False):
     """The directory of a run: --out, or runs/TIME-NAME-PID, the same on all ranks. It is made, and
     locked until this process ends. InputError if another process holds it, or if it is not empty
     and the run is not resumed."""
-    name = "-".join(name.split())  # as is to be pasted into a shell
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     out = Path(all_gather([out or default])[0])
     if is_rank_0():

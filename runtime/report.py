@@ -4,7 +4,6 @@ writes (see RunLog)."""
 import datetime
 import json
 import math
-import shlex
 import time
 
 import torch
@@ -12,15 +11,8 @@ import torch.distributed as dist
 import transformers
 
 from runtime import samples
-from runtime.cli import InputError, is_rank_0, say
-from runtime.files import (
-    LOGS,
-    append_rows,
-    first_bytes,
-    how_to_resume,
-    read_config,
-    write_atomically,
-)
+from runtime.cli import InputError, for_shell, is_rank_0, say
+from runtime.files import LOGS, append_rows, beginning, how_to_resume, read_config, write_atomically
 from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
@@ -60,10 +52,9 @@ class RunLog:
         self.first_step, self.last_step = step + 1, last_step
         self.warned, self.started = set(), None
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
-        on_gpu = torch.cuda.is_available()
         made = {"world_size": dist.get_world_size(), "torch": torch.__version__}
         made["transformers"] = transformers.__version__
-        made["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
+        made["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         made |= {"threads": torch.get_num_threads(), "sampler": args.sampler}
         before = read_config(out) if step else {}  # config.json keeps what began the run
         for name in [name for name in made if before.get(name, made[name]) != made[name]]:
@@ -84,9 +75,9 @@ class RunLog:
                 file.truncate(logged.get(log.name, [0])[0])
 
     def logged(self, due):
-        """What rank 0 saves with a checkpoint: what first_bytes says of the logs, and whether an
+        """What rank 0 saves with a checkpoint: what beginning says of the logs, and whether an
         evaluation is due."""
-        logs = {name: first_bytes(self.out / name, -1) for name in LOGS if is_rank_0()}
+        logs = {name: beginning(self.out / name, -1) for name in LOGS if is_rank_0()}
         return logs | {"due": due}
 
     def append(self, name, rows):
@@ -168,7 +159,7 @@ class RunLog:
             return
         print(f"{self.args.reward} on {self.args.dataset}")
         print(f"  model    {self.out}/checkpoints/step-{self.last_step}")
-        print(f"  curves   python plot.py {shlex.quote(str(self.out))}")
+        print(f"  curves   python plot.py {for_shell(self.out)}")
         print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
         if self.args.eval_dataset:
             lines = samples.read_lines(self.out)

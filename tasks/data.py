@@ -63,7 +63,7 @@ CONTAINER = re.compile(r"""(?s)[\[{][\[{(\s]*["'].*[\]}]|\(["'].*["'],.*\)|(\w+\
 EATEN = re.compile(r"(?<!\\)(\\\\)*\\[fb]")
 MAYBE_EATEN = re.compile(
     r"(?<!\\)(\\\\)*(\\u00(07|0b)[a-z]+|\\t(ext[a-z]*|imes|heta|anh?|au|op?|riangle|frac)\b(?!\\t)"
-    r"|\\n(eq|u|abla|eg|otin|atural|mid|leq|geq)\b|\\r(ight[a-z]*|ho|angle|m)\b)"
+    r'|(?<=[ $"(])(\\n(eq|u|abla|eg|otin|atural|mid|leq|geq)|\\r(ight[a-z]*|ho|angle|m))\b)'
 )
 # An option that is a number, alone ("2", "$2.0$") or before other text ("2) iron", "2 m").
 NUMBER = re.compile(r"(?s)[^\w.−-]*(-?\d+(?:\.\d+)?)(?:\W*|[:.)]?\s.*)")

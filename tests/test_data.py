@@ -451,7 +451,7 @@ LATEX = r"""{"question": "What is $\\frac{1}{2}+1$?", "answer": "\\frac{3}{2}", 
 {"question": "t", "answer": ["1", "\bar x"]}
 {"question": "2 \times 3?", "answer": "6"}
 {"question": "u", "answer": "\neq"}
-{"question": "\tan apple\nup to \\theta, \\\\neq, \\\\frac", "answer": "\\nu"}
+{"question": "\tan apple:\nu = 1 and\n\nup to \\theta, \\\\neq, \\\\frac", "answer": "\\nu"}
 {"question": "\u0007lpha?", "answer": "\u000bec{v}"}
 """
 
