@@ -37,12 +37,13 @@ def init_ranks():
     if "RANK" in os.environ:  # set by torchrun; a cluster may export a MASTER_ADDR of its own
         waits = "waiting for other ranks, since RANK is set: start with torchrun, or unset it"
         waiting = threading.Timer(30, print, [waits], {"file": sys.stderr, "flush": True})
-        waiting.daemon = True
         waiting.start()
-        # Ranks wait for the one that samples longest, and for rank 0 to write files.
-        with as_input_error("RANK is set: start with torchrun, or unset it"):
-            dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
-        waiting.cancel()
+        try:
+            # Ranks wait for the one that samples longest, and for rank 0 to write files.
+            with as_input_error("RANK is set: start with torchrun, or unset it"):
+                dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+        finally:
+            waiting.cancel()
     else:
         for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":  # srun, mpirun
             several = f"{name} is not 1, and each task would be a whole run: start torchrun in one"
