@@ -10,17 +10,15 @@ model learns the reference alone, in a box, as the whole completion (the first o
 
 from runtime import cli  # isort: split
 
-import dataclasses
-
 import torch.distributed as dist
 
 from cer import check_scoring
 from engine.checks import check_sampling
 from engine.export import export
 from engine.load import load
-from engine.tokens import split_answer, vocabulary
+from engine.tokens import vocabulary
 from runtime.ranks import init_ranks, open_run_directory
-from tasks.data import MISSING, in_epochs, load_problems, to_problem
+from tasks.data import in_epochs, load_problems, to_demonstration
 from tasks.prompts import encode_prompt, show_first, usable_prompts
 from tasks.supervised import finetune
 
@@ -62,17 +60,6 @@ def main():
     print(f"final loss {loss:.3f}; next: python judge.py --model {out} --dataset FILE")
     longest = 1 + max(len(solution) for _, solution in pairs)  # with its end-of-text token
     print(f"--max-new-tokens: at least {longest}, as many as the longest demonstration has")
-
-
-def to_demonstration(row, verifier):
-    """One row -> Problem with the whole solution as its reference."""
-    solution = row.get("solution")
-    if MISSING.match(str(solution or "")):
-        solution = rf"\boxed{{{to_problem(row, verifier).reference}}}"
-    boxed = isinstance(solution, str) and split_answer(solution)
-    cli.require(boxed, r"expected a `solution` with a closed \boxed{...}")
-    problem = to_problem(row | {"answer": boxed[1]}, verifier)
-    return dataclasses.replace(problem, reference=solution, others=())
 
 
 if __name__ == "__main__":
