@@ -177,11 +177,14 @@ def to_demonstration(row, verifier):
     return dataclasses.replace(problem, reference=solution, others=())
 
 
-def with_examples(problems, path):
-    """The problems, each with the worked examples of a file, if one is given, which its prompt has
-    before the question. The file has rows as sft.py takes them: a `question`, a `context` if others
-    have one, and a `solution` that ends in a box."""
-    examples = tuple(load_problems(path, convert=to_demonstration)) if path else ()
+def load_examples(path):
+    """The worked examples of a file, none without one. It has rows that sft.py takes, too: a
+    `question`, a `context` if other questions have one, and a `solution` that ends in a box."""
+    return tuple(load_problems(path, convert=to_demonstration)) if path else ()
+
+
+def with_examples(problems, examples):
+    """The problems, each with these examples, which its prompt has before the question."""
     return [dataclasses.replace(problem, examples=examples) for problem in problems]
 
 

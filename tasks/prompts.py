@@ -107,7 +107,9 @@ def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=float(
     control token are left out, prompts of more than `most` tokens, and rows for which the model has
     too few positions. name: of the data set, for the messages. InputError if none is left."""
     if tokenizer.chat_template:
-        around_message(tokenizer, *chat_messages(problems[0])[:-1])  # is checked
+        before, _ = around_message(tokenizer, *chat_messages(problems[0])[:-1])  # is checked
+        shown = all(example.reference.strip() in before for example in problems[0].examples)
+        require(shown, "the chat template does not show the solutions of the examples")
     control, limit = control_tokens(tokenizer), positions(model)
     kept, longest, controlled, too_long = [], 0, 0, 0
     for problem in progress("prompts", problems, unit="prompt"):

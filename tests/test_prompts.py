@@ -15,12 +15,13 @@ import train
 from reward_functions import asking_prompts, check_asked
 from runtime.cli import InputError
 from tasks import general_verifier
-from tasks.data import Problem, with_examples
+from tasks.data import Problem, load_examples, with_examples
 from tasks.prompts import (
     INSTRUCTION,
     LETTER_ONLY,
     SYSTEM,
     chat_messages,
+    encode_plain,
     encode_prompt,
     show_first,
     usable_prompts,
@@ -135,12 +136,13 @@ def test_a_prompt_is_the_same_tomorrow(tokenizer, capsys):
     assert capsys.readouterr().err.count("the prompts hold today's date") == 1
 
 
-def test_worked_examples_are_turns_before_each_question(tokenizer, own_tokenizer, tmp_path):
+def test_worked_examples_are_turns_before_each_question(own_tokenizer, tmp_path):
     """They have what the question has: its context, the paper's instruction, its options."""
     rows = '{"context": "Ana came.", "question": "Who?", "solution": "She. \\\\boxed{Ana}"}\n'
     rows += '{"question": "Which?", "options": ["x", "y"], "solution": "y. \\\\boxed{B}"}\n'
     (tmp_path / "examples.jsonl").write_text(rows)
-    [problem] = with_examples([Problem("When?", "now", "text")], tmp_path / "examples.jsonl")
+    examples = load_examples(tmp_path / "examples.jsonl")
+    [problem] = with_examples([Problem("When?", "now", "text")], examples)
     system, *turns = chat_messages(problem)
     assert system == {"role": "system", "content": SYSTEM}
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2 + ["user"]
@@ -148,11 +150,15 @@ def test_worked_examples_are_turns_before_each_question(tokenizer, own_tokenizer
     contents = [text if k % 2 else f"{text}\n{INSTRUCTION}" for k, text in enumerate(asked)]
     contents[2] += LETTER_ONLY
     assert [turn["content"] for turn in turns] == contents
-    plain = tokenizer.decode(encode_prompt(tokenizer, problem))  # the toy's has no template
-    assert plain == "".join(f"{text}\n\n" for text in [SYSTEM, *contents])
-    assert chat_messages(with_examples([problem], None)[0]) == [system, turns[-1]]
+    model = tiny_model(len(own_tokenizer))
+    with pytest.raises(InputError, match="the chat template does not show the solutions of"):
+        usable_prompts(model, own_tokenizer, [problem], "mine", 7)  # the toy's shows the last turn
+    own_tokenizer.chat_template = None
+    plain = encode_plain(own_tokenizer, "".join(f"{text}\n\n" for text in [SYSTEM, *contents]))
+    assert encode_prompt(own_tokenizer, problem) == plain
+    assert chat_messages(with_examples([problem], load_examples(None))[0]) == [system, turns[-1]]
     # A control token in an example is one in every prompt.
     own_tokenizer.add_tokens("<think>")
     bad = dataclasses.replace(problem, examples=(Problem("Who?", "<think> \\boxed{Ana}"),))
     with pytest.raises(InputError, match="1 of 1 questions or answers have a control token"):
-        usable_prompts(tiny_model(len(own_tokenizer)), own_tokenizer, [bad], "mine", 7)
+        usable_prompts(model, own_tokenizer, [bad], "mine", 7)
