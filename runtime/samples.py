@@ -135,7 +135,7 @@ def with_error(mean, error):
 
 def read_lines(directory):
     """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
-    of a training run. Of these the first and the last are read."""
+    of a training run. Of these the first, the last and the one in the middle are read."""
     place, run = directory.resolve().parent, directory.parent.parent
     require(place.name != "checkpoints", f"{directory} is a checkpoint: name its run, {run}")
     is_run = (directory / "config.json").exists()
@@ -146,7 +146,9 @@ def read_lines(directory):
     require(whole, f"{directory}: its lines lack some of {', '.join(sorted(needed))}")
     for line in lines:
         line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
-    return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
+    runs = list(dict.fromkeys(line["run"] for line in lines))
+    chosen = runs[0], runs[len(runs) // 2], runs[-1]
+    return [line for line in lines if line["run"] in chosen]
 
 
 def say_pass_at_1(samples, by):
