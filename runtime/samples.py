@@ -10,7 +10,8 @@ from runtime.cli import require
 from runtime.files import read_rows
 
 TINY = 1e-6  # rewards below this teach next to nothing
-OF_SAMPLES = "answers truncated tokens solution_tokens answer_tokens entropies right R A".split()
+OF_SAMPLES = "texts answers truncated tokens solution_tokens answer_tokens".split()
+OF_SAMPLES += "entropies right R A".split()
 
 
 def verbatim(answer, references):
@@ -55,7 +56,7 @@ def sample_table(lines):
     `line` is the number of its line, and `case` what it answers: a question and its references."""
     rows = []
     for line_number, line in enumerate(lines):
-        own = {name: line.get(name) for name in ("run", "question", "references")}
+        own = {name: line.get(name) for name in ("run", "question", "references", "verifier")}
         own |= {"line": line_number, "case": case_of(line), "scored": "log_W" in line}
         lists = {name: line[name] for name in OF_SAMPLES if name in line} | line.get("rewards", {})
         for values in zip(*lists.values()):
