@@ -18,10 +18,9 @@ import torch.distributed as dist
 from cer import check_scoring
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.checks import check_sampling, check_training
-from engine.load import add_flags, load, load_model
-from engine.lora import LoraPolicy
+from engine.load import add_flags, load, make_policy
 from engine.memory import check_disk, moments_can_leave, plan_memory
-from engine.policy import Policy, make_adam, moments_on_host
+from engine.policy import make_adam, moments_on_host
 from evaluate import evaluate
 from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rloo import leave_one_out, update
@@ -69,7 +68,7 @@ def main():
     budget, offload, memory = plan_memory(actor, longest, microbatch, args.cpu_offload, lora)
     saves = math.ceil(last_step / args.save_every)  # the oldest goes when a new one is complete
     disk = check_disk(actor, out, min(args.keep + 1, saves), lora)
-    policy = make_policy(args, model_path, actor, offload)
+    policy = make_policy(model_path, actor, offload, lora, args.rounding, args.seed)
     optimizer = make_adam(policy)
     moments_move = not lora and moments_can_leave(actor, offload)
     step, logged = load_checkpoint(out, policy, optimizer)  # a new run has none: 0, {}
@@ -192,13 +191,6 @@ def fit_questions(args, problems, held_out, actor, tokenizer, verifier_model):
     if held_out:
         held_out, _ = usable_prompts(actor, tokenizer, held_out, args.eval_dataset, tokens)
     return problems, held_out, longest
-
-
-def make_policy(args, model_path, actor, offload):
-    """-> what is trained: the model, loaded once more, or with --lora the actor itself."""
-    if args.lora:
-        return LoraPolicy(actor, args.lora, args.rounding, args.seed)
-    return Policy(load_model(model_path, "cpu", "auto"), offload, actor.dtype, args.rounding)
 
 
 # -------------------------------------------------------------------------------------------- flags

@@ -166,15 +166,17 @@ def to_problem(row: dict, verifier: str) -> Problem:
 
 
 def to_demonstration(row, verifier):
-    """One row -> Problem with the whole solution as its reference, or without a solution the first
-    reference in a box."""
+    """One row -> Problem with the whole completions as its references: the solution, or without one
+    each reference in a box."""
     solution = row.get("solution")
     if MISSING.match(str(solution or "")):
-        solution = rf"\boxed{{{to_problem(row, verifier).reference}}}"
-    boxed = isinstance(solution, str) and split_answer(solution)
-    require(boxed, r"expected a `solution` with a closed \boxed{...}")
-    problem = to_problem(row | {"answer": boxed[1]}, verifier)
-    return dataclasses.replace(problem, reference=solution, others=())
+        problem = to_problem(row, verifier)
+        completions = [rf"\boxed{{{reference}}}" for reference in problem.references]
+    else:
+        boxed = isinstance(solution, str) and split_answer(solution)
+        require(boxed, r"expected a `solution` with a closed \boxed{...}")
+        problem, completions = to_problem(row | {"answer": boxed[1]}, verifier), [solution]
+    return dataclasses.replace(problem, reference=completions[0], others=tuple(completions[1:]))
 
 
 def load_examples(path):
