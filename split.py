@@ -11,11 +11,12 @@ cannot be used, nothing is written, and all such rows are named.
 from runtime import cli  # isort: split
 
 import random
+from decimal import Decimal
 from pathlib import Path
 
 from runtime.cli import InputError, require
 from runtime.files import read_rows, to_jsonl, to_row, write_atomically
-from tasks.data import COLUMNS, MISSING, SAME, as_text, as_written, tidy, to_problem
+from tasks.data import COLUMNS, MISSING, SAME, as_text, as_written, tidy, to_decimal, to_problem
 
 FILES = "train.jsonl", "held-out.jsonl"
 LONG = 5  # words: longer references have next to no probability
@@ -56,7 +57,7 @@ def load_rows(table, renames, separator):
     """The rows of a table, without empty cells, and with the columns that the other programs know.
     renames: {old: new} of columns. Numbers keep the digits with which they are written."""
     names = {name: SAME.get(name, name) for name in COLUMNS} | renames
-    rows = read_rows(table, {*names}, lambda number: number.removesuffix(".0"))
+    rows = read_rows(table, {*names}, to_decimal)
     columns = dict.fromkeys(name for row in rows for name in row)
     for old, new in renames.items():
         expected = f"OLD of {', '.join(columns)} and NEW of {', '.join(sorted(COLUMNS))}"
@@ -65,12 +66,19 @@ def load_rows(table, renames, separator):
         cli.say(f"{table}: these columns are not used: {unknown}")
     kept = []
     for row in rows:
-        cells = [(names[name], row[name]) for name in row if name in names]
+        cells = [(names[name], without_decimals(row[name])) for name in row if name in names]
         row = to_row([(name, x) for name, x in cells if not MISSING.match(str(x or ""))])
         if separator and isinstance(row.get("answer"), str):
             row["answer"] = [part.strip() for part in row["answer"].split(separator)]
         kept.append(row)
     return kept
+
+
+def without_decimals(cell):
+    """A cell whose numbers are text if JSON does not know their type."""
+    if isinstance(cell, list):
+        return [without_decimals(each) for each in cell]
+    return as_text(cell) if isinstance(cell, Decimal) else cell
 
 
 def check_rows(table, rows, by):
