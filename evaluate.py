@@ -22,7 +22,7 @@ from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.samples import group_line, of_questions, sample_table, say_grade
-from tasks.data import NAMES, load_problems
+from tasks.data import NAMES, load_examples, load_problems, with_examples
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -59,13 +59,14 @@ def evaluation(model, tokenizer, problems, at_once, runs, tokens, seed, **sampli
 
 def summarize(lines):
     """The numbers of an evaluation: pass_at_1 (mean over questions of the share of right samples),
-    stderr (standard error of that mean over questions), exact_match, answered and truncated (shares
-    of samples), tokens (mean length of a completion), questions, runs."""
+    stderr (its standard error: see of_questions), exact_match, answered and truncated (shares of
+    samples, too), tokens (mean length of a completion), questions, runs."""
     samples = sample_table(lines).rename(columns={"verbatim": "exact_match"})
-    means = samples[["exact_match", "answered", "truncated", "tokens"]].mean().to_dict()
+    by_case = samples.groupby("case")[["exact_match", "answered", "truncated", "tokens"]]
+    means = by_case.mean().mean().to_dict()
     pass_at_1, stderr = of_questions(samples)
     summary = {"pass_at_1": pass_at_1, "stderr": stderr} | means
-    return summary | {"questions": len(lines), "runs": len(lines[0]["texts"])}
+    return summary | {"questions": samples.case.nunique(), "runs": len(lines[0]["texts"])}
 
 
 def evaluate(model, tokenizer, problems, *sizes):
@@ -83,6 +84,7 @@ def add_model_and_data(add, most_tokens, written):
     add("--model", required=True, help="Hugging Face model id or directory")
     add("--dataset", required=True, help=f"comma-separated names ({NAMES}) or files")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
+    add("--examples", help="file of worked examples, which stand before each question")
     cut = f"longer completions are cut off (default: {most_tokens}, or half of its positions)"
     add("--max-new-tokens", type=cli.number(int, 1), help=cut)
     add_flags(add)
@@ -94,7 +96,11 @@ def load_model_and_data(args, most_tokens, name, *checks):
     """-> the model, its tokenizer, {data set: problems that fit it}, a new directory."""
     device = init_ranks()
     names = [os.path.expanduser(each.strip()) for each in args.dataset.split(",")]
-    datasets = {each: load_problems(each, args.limit, args.verifier) for each in names}
+    examples = load_examples(args.examples)
+    datasets = {
+        each: with_examples(load_problems(each, args.limit, args.verifier), examples)
+        for each in names
+    }
     out = open_run_directory(args.out, name)
     model, tokenizer = load(args.model, device, *checks, dtype=args.dtype, sampler=args.sampler)
     args.max_new_tokens = args.max_new_tokens or int(min(most_tokens, positions(model) / 2))

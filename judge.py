@@ -48,7 +48,8 @@ def say_ratings(samples, path=None):
     both, table = rate_rewards(samples, names)
     if path:
         write_atomically(path, table.to_json(orient="index", indent=2, double_precision=15))
-    shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
+    by_question = samples[["answered", "right", "verbatim", "truncated"]].groupby(level=0)
+    shares = by_question.mean().mean()
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
     print(f"{samples.index.nunique()} questions, {len(samples)} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")

@@ -61,9 +61,9 @@ def test_too_few_questions_give_no_interval(capsys):
 
 
 MANY = "many samples are cut off without an answer: read some. If they are on their way to a box, "
-MANY += "raise --max-new-tokens; else give the model a warm_start.py"
+MANY += "raise --max-new-tokens; else fine-tune it first (sft.py)"
 TINY = "most groups have no reward over 1e-06: shorten or show the references"
-STOPS = "almost no answers: the model stops without a box. Give it a warm_start.py"
+STOPS = "almost no answers: the model stops without a box. Fine-tune it first (sft.py)"
 WARNINGS = [  # four answers, which are cut off, rewards of those with an answer, what is said
     ([None] * 4, [True] * 4, 0.5, {MANY: "cer, exact"}),
     ([None] * 4, [False] * 4, 0.5, {STOPS: "cer, exact"}),
