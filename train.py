@@ -95,7 +95,7 @@ def main():
     if held_out and (logged.get("due") or step % args.eval_every == 0 or step == last_step):
         evaluate_now()
 
-    # "Free" and "fixed" say what may be changed in a stage. CONTRIBUTING.md names the tests.
+    # "Free" and "fixed" say what may be changed in a stage. docs/extending.md names the tests.
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
         log.start()

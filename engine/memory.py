@@ -66,7 +66,7 @@ def trained_parameters(actor, lora):
 
 def memory_needed(actor, cpu_offload, ranks, lora=None):
     """Bytes that the policy needs on each rank -> without a micro-batch, and for each token of one.
-    Estimated from the shapes alone. docs/running.md compares it with simulated peaks."""
+    Estimated from the shapes alone. docs/machines.md compares it with simulated peaks."""
     config, layers = actor.config, actor.base_model.layers
     parameters = trained_parameters(actor, lora)
     # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.

@@ -11,7 +11,7 @@ of GRPOTrainer with --grpo.
         --temperature 1 --top-p 1 --top-k 0 --max-new-tokens 32
 
 In a script of your own, copy `cer_rewards` below, cer.py and engine/tokens.py, or `overlap_rewards`
-and what it calls, which needs no model. docs/running.md ("In your own trainer") lists the
+and what it calls, which needs no model. docs/extending.md ("In your own trainer") lists the
 conditions under which the rewards are the paper's. TRL checks none of them. `cer_rewards` checks
 that a rank has all samples of a question and that the weights are whole. `load` checks the model
 and drops the generation settings that it brings from the hub.

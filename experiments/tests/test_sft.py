@@ -42,7 +42,7 @@ def sampled():
 
 def test_where_both_primary_comparisons_are_told():
     samples = sampled()
-    pages = [ROOT / "docs/running.md", ROOT / "experiments/README.md"]
+    pages = [ROOT / "docs/rewards.md", ROOT / "experiments/README.md"]
     for one, more in ("sft", []), ("lora-5e-4", [ROOT / "experiments/lora/README.md"]):
         mean, error, _ = people.difference(samples, one, "full")
         said = f"{short(mean)} ± {short(error)}"
