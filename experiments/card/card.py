@@ -1,6 +1,6 @@
 """What a GPU is to show once one is at hand. README.md beside it says what, and declares it.
 
-    python experiments/card/card.py flagship --model WIDE --data DATA --out card         # from widen.py
+    python experiments/card/card.py flagship --model WIDE --data DATA --out card  # from widen.py
     python experiments/card/card.py math --model SMALL --data DATA --out card --minutes 6
     python experiments/card/card.py rounding --model SMALL --data DATA --out card
     python experiments/card/card.py gather --out card --lines card.jsonl
