@@ -31,9 +31,9 @@ def warning(numbers):
     if min(1 - numbers["answered"], numbers["truncated"]) > 0.25:
         # A model that never boxes is cut off, too, and more tokens would not help it.
         problem = "many samples are cut off without an answer: read some. If they are on their way"
-        return f"{problem} to a box, raise --max-new-tokens; else give the model a warm_start.py"
+        return f"{problem} to a box, raise --max-new-tokens; else fine-tune it first (sft.py)"
     if numbers["answered"] < 0.02:
-        return "almost no answers: the model stops without a box. Give it a warm_start.py"
+        return "almost no answers: the model stops without a box. Fine-tune it first (sft.py)"
     if numbers.get("grad_norm") == 0 and numbers["zero_advantage_groups"] == 1:
         return "in every group all samples received the same reward, so this step had no gradient"
 

@@ -112,7 +112,7 @@ def run(command, done):
 
 
 def supervised(args, name, start, rows, epochs, seed):
-    command = f"warm_start.py --model {start} --data {rows} --epochs {epochs} --seed {seed}"
+    command = f"sft.py --model {start} --data {rows} --epochs {epochs} --seed {seed}"
     run(f"{command} --out {args.out / name}", args.out / name / "tokenizer_config.json")
 
 
