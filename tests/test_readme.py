@@ -13,7 +13,7 @@ from test_theory import EGGS, PRIOR
 from cer import cer, exact_cer
 from reward_functions import ask_judges
 from rloo import leave_one_out
-from tasks import verifiers
+from tasks import data, verifiers
 from tasks.data import Problem
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -128,6 +128,17 @@ def test_the_verifier_and_the_reward_of_the_pages_do_what_is_said(tokenizer, mon
     both = judged.scores.log_references.tolist()  # [2 references, 2 columns]
     expected = [math.exp(max(both[0][c], both[1][c] / 2)) for c in (0, 1)]
     assert names["per_word"](judged).tolist() == pytest.approx([expected[0], 0, expected[1]])
+
+
+def test_columns_of_other_names_are_added_as_the_page_says(monkeypatch, tmp_path):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    added = re.findall(r'^    ("prompt": .*)$', page, re.M)
+    for name, meaning in eval("{" + added[0] + "}").items():
+        monkeypatch.setitem(data.SAME, name, meaning)
+    monkeypatch.setattr(data, "COLUMNS", data.COLUMNS | {*data.SAME})  # as when it is imported
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "1 + 1?", "gold": "2"}\n')
+    [problem] = data.load_problems(tmp_path / "odd.jsonl")
+    assert (problem.question, problem.reference) == ("1 + 1?", "2")
 
 
 def test_the_reward_by_hand_in_the_readme():
