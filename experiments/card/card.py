@@ -251,8 +251,9 @@ def main():
         command = commands.add_parser(jobs.__name__, help=jobs.__doc__)
         command.set_defaults(do=run, jobs=jobs)
         add = command.add_argument
-        for name, kind in ("model", str), ("data", Path), ("out", Path):
-            add(f"--{name}", type=kind, required=True, help="a directory")
+        add("--model", required=True, help="a directory")
+        add("--data", type=Path, required=True, help="a directory")
+        add("--out", type=Path, required=True, help="a directory")
         add("--steps", type=int, default=steps)
         add("--seeds", type=int, nargs="+", default=seeds)
         add("--minutes", type=float, default=6.0, help="of each run of math")
