@@ -2,7 +2,7 @@
 
     python experiments/clean_toy/clean_toy.py tune OUT      # which selection, passes, rate and K
     python experiments/clean_toy/clean_toy.py runs OUT      # what both comparisons need
-    python experiments/clean_toy/clean_toy.py rest OUT      # more arms, for the seeds that are there
+    python experiments/clean_toy/clean_toy.py rest OUT      # more arms, if time is left
     python experiments/clean_toy/clean_toy.py gather OUT    # clean_toy.csv
 
 A *combination* is a kind of question with its three numbers. The toy has 180 of them. Those that
