@@ -347,6 +347,8 @@ def tune(args):
     _, tokenizer = load(run.start, "cpu")
 
     def score(arm, rows, **choice):
+        if not rows:  # no sample has so high a reward
+            return 0.0
         path = run.directory / f"trial-{os.getpid()}"
         seconds = finetune(run.start, rows, choice["passes"], choice["rate"], TUNING, path)
         found = pass_at_1(run.directory, path, names=("new",))
