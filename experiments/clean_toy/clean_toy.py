@@ -417,7 +417,7 @@ def runs(args):
     chosen = json.loads(CHOSEN.read_text())
     for fold, seed in seeds(args):
         run = Seed(args.out, fold, seed)
-        run.first_round(chosen, ["cer", "exact", "rule", "verifree", "overlap", "em"])
+        run.first_round(chosen, ["cer", "exact", "rule", "verifree"])
         run.next_round(chosen, "cer", 2)
         run.rloo(chosen, "cer")
 
@@ -426,6 +426,7 @@ def rest(args):
     chosen = json.loads(CHOSEN.read_text())
     for fold, seed in seeds(args):
         run = Seed(args.out, fold, seed)
+        run.first_round(chosen, ["overlap", "em"])
         run.bare(chosen)
         for reward in "verifree", "exact", "rule":
             run.rloo(chosen, reward)
