@@ -1,4 +1,4 @@
-"""experiments/clean_toy: what is withheld is shown nowhere, and the page's numbers are its CSV's."""
+"""experiments/clean_toy: what is withheld is shown nowhere, and the numbers are those of the CSV."""
 
 import itertools
 import json
