@@ -52,7 +52,7 @@ def message_of(error):
 
 # What may be made smaller where memory ends: of the first of these functions that is running.
 SMALLER = {"ask": "prompt", "generate": "--max-new-tokens", "ask_judges": "--max-new-tokens"}
-SMALLER |= {"update": "--microbatch-tokens", "finetune": "--batch"}
+SMALLER |= {"update": "--microbatch-tokens"}
 
 
 def run_script(main):

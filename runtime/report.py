@@ -21,7 +21,7 @@ IN_THE_LOG = "reward", "answered", "answer_tokens", "zero_advantage_groups", "en
 
 def warning(numbers):
     """What is wrong with a step and what helps, or None. judge.py asks about samples and a reward
-    before there is a gradient. "When nothing is learned" in docs/running.md says more."""
+    before there is a gradient. "When nothing is learned" in docs/rewards.md says more."""
     if not math.isfinite(numbers.get("grad_norm", 0.0)):
         return "the gradient is not finite, so no weight changed; if this goes on, lower --lr"
     if numbers["tiny_reward_groups"] > 0.5:
@@ -31,9 +31,9 @@ def warning(numbers):
     if min(1 - numbers["answered"], numbers["truncated"]) > 0.25:
         # A model that never boxes is cut off, too, and more tokens would not help it.
         problem = "many samples are cut off without an answer: read some. If they are on their way"
-        return f"{problem} to a box, raise --max-new-tokens; else give the model a warm_start.py"
+        return f"{problem} to a box, raise --max-new-tokens; else fine-tune it first (sft.py)"
     if numbers["answered"] < 0.02:
-        return "almost no answers: the model stops without a box. Give it a warm_start.py"
+        return "almost no answers: the model stops without a box. Fine-tune it first (sft.py)"
     if numbers.get("grad_norm") == 0 and numbers["zero_advantage_groups"] == 1:
         return "in every group all samples received the same reward, so this step had no gradient"
 

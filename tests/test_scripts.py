@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import plot
+import sft
 import train
-import warm_start
 from engine.tokens import split_answer
 from reward_functions import REWARDS
 from runtime.cli import InputError
@@ -248,14 +248,14 @@ def test_out_of_memory_names_what_helps_there(script, quick, monkeypatch, functi
     assert code == 2 and err.splitlines()[-1] == f"train.py: CUDA out of {last}", err
 
 
-def test_out_of_memory_in_a_supervised_start_names_its_batch(script, toy_model_dir, monkeypatch):
+def test_out_of_memory_in_fine_tuning_names_its_microbatch(script, toy_model_dir, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(f"{warm_start.finetune.__module__}.pad", full)
+    monkeypatch.setattr(f"{sft.update.__module__}.pad", full)
     Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n')
     flags = f"--model {toy_model_dir} --data demos.jsonl --out warm"
-    assert "use a smaller --batch; in train.py" in script(warm_start, flags)[2]
+    assert "use a smaller --microbatch-tokens; in train.py" in script(sft, flags)[2]
 
 
 def test_a_gpu_needs_a_torch_that_can_start_on_it(script, monkeypatch):
@@ -341,30 +341,20 @@ def test_demonstrations_are_read_as_other_rows(tmp_path, capsys):
         {"question": "V?", "solution": "x 9", "answer": "9"}
         """
     (tmp_path / "rows.jsonl").write_text(rows)
-    found = data.load_problems(tmp_path / "rows.jsonl", convert=warm_start.to_demonstration)
+    found = data.load_problems(tmp_path / "rows.jsonl", convert=data.to_demonstration)
     solutions = [each.references for each in found]
-    assert solutions == [(r"\boxed{7}",), (r"\boxed{4.50}",), (r"x \boxed{8}",), (r"\boxed{9}",)]
+    assert solutions == [
+        (r"\boxed{7}", r"\boxed{seven}"),
+        (r"\boxed{4.50}",),
+        (r"x \boxed{8}",),
+        (r"\boxed{9}",),
+    ]
     said = capsys.readouterr().err
     for line in "box) (1 of 6: rows [5])", "} (1 of 6: rows [6])", "(expected 'solution')":
         assert line in said, said
     (tmp_path / "two.csv").write_text("question,answer\nQ?,7\nquestion,answer\nR?,8\n")
     with pytest.raises(InputError, match="row 2 is a header again"):
-        data.load_problems(tmp_path / "two.csv", convert=warm_start.to_demonstration)
-
-
-def test_a_supervised_start(script, toy_model_dir, tokenizer):
-    """Of the rows without a control token."""
-    row = '{"question": "Q?", "solution": "so \\\\boxed{7}"}\n'
-    longest = len(tokenizer.encode(r"so \boxed{7}")) + 1
-    bad = row.replace("Q?", "<eos>Q?") + row.replace("so ", "so<eos> ")
-    Path("demos.jsonl").write_text(row * 4 + bad)
-    flags = f"--model {toy_model_dir} --data demos.jsonl --epochs 20 --batch 2 --lr 1e-2"
-    code, stdout, err = script(warm_start, f"{flags} --out warm")
-    assert code == 0 and stdout.startswith("4 demonstrations, "), err
-    assert "left out: 2 of 6" in err and "judge.py --model warm " in stdout
-    assert f"--max-new-tokens: at least {longest}, as many as the longest" in stdout
-    assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
-    AutoModelForCausalLM.from_pretrained("warm")
+        data.load_problems(tmp_path / "two.csv", convert=data.to_demonstration)
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -383,7 +373,7 @@ FILES = {
 FLAGS_OF = {
     train: "--model {model} --dataset good.jsonl --verifier text --samples 4 --max-new-tokens 64",
     evaluate: "--model {model} --dataset toy",
-    warm_start: "--model {model} --out warm",
+    sft: "--model {model} --out warm",
     plot: "",
 }
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
@@ -402,8 +392,8 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
-    (warm_start, "--data open.jsonl", r"open.jsonl: no usable row; expected a .* with a closed"),
-    (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
+    (sft, "--data open.jsonl", r"open.jsonl: no usable row; expected a .* with a closed"),
+    (sft, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
     (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),
 ]
