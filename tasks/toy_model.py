@@ -90,10 +90,12 @@ def make_model(directory, args):
     return str(directory)
 
 
-def warm_start(directory, seed, steps=900):
-    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory."""
+def warm_start(directory, seed, steps=900, withheld=()):
+    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory.
+    withheld: combinations of which nothing is demonstrated. (The tokenizer has read them, but a
+    digit is always a token, so it is the same without them.)"""
     torch.manual_seed(seed % 2**63)
-    rng, (_, train) = random.Random(seed), toy.stories()
+    rng, (_, train) = random.Random(seed), toy.stories(withheld=withheld)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     pairs = (tokenizer(list(toy.demonstration(rng, train)))["input_ids"] for _ in itertools.count())
