@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engine.export import export
 from runtime.cli import as_input_error, is_rank_0
+from runtime.files import append_rows
 from tasks import toy
 from tasks.supervised import finetune
 
@@ -100,3 +101,14 @@ def warm_start(directory, seed, steps=900):
     finetune(model, pairs, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
     with as_input_error(f"cannot save {directory}"):
         export(model, tokenizer, directory)
+
+
+def write_toy(directory):
+    """The toy for a program that knows files only -> its model's directory, 2,000 questions to
+    train on, and 200 held out."""
+    torch.set_num_threads(1)  # as make_model does
+    model, files = directory / "start", [directory / name for name in ("toy", "toy-test")]
+    warm_start(model, seed=0)
+    for file in files:
+        append_rows(file, toy.rows(file.name))
+    return model, *files
