@@ -352,8 +352,11 @@ def to_question(tokenizer, text, answers):
     for answer in answers if isinstance(answers, list) and answers else [answers]:
         # It must come back whole from its own box (brace at byte 6), or no sample could match it.
         # A tab, say, comes from "\text", for which JSON wants "\\text".
-        whole = (6, answer) == last_box(b"\\boxed{%b}" % str(answer).encode())
-        if not whole or not answer.strip() or min(answer) < " ":
+        answer = str(answer).strip() if type(answer) in (str, int) else ""
+        if min(answer, default="") < " " or last_box(b"\\boxed{%b}" % answer.encode()) != (
+            6,
+            answer,
+        ):
             raise ValueError(f"{answer!r} is no text, empty, or has braces or backslashes alone")
         # Two that the tokenizer makes one (é has two codes in Unicode) count once.
         references[tuple(encode(tokenizer, answer))] = answer

@@ -91,7 +91,8 @@ def test_answers_with_braces_and_in_all_spellings(qwen_tokenizer):
     for references in [r"\frac{1}{2}"], [r"\text{(C)}", "caf\xe9", "cafe\u0301"]:
         R, _ = cer.rewards(*inputs, references)
         assert R.max() > 0  # and next to nothing, since the weights are random
-        torch.testing.assert_close(rewards_of(*inputs, references), R, rtol=1e-3, atol=0)
+        distinct = one_file.to_question(qwen_tokenizer, "How many?", references).references
+        torch.testing.assert_close(rewards_of(*inputs, distinct), R, rtol=1e-3, atol=0)
 
 
 def test_half_of_a_character_is_no_answer(qwen_tokenizer):
@@ -262,7 +263,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(toy_model_dir, script, tm
         b"3\n": "line 1: TypeError",
         b'{"question": "A set?"}\n': "line 1: KeyError: 'answer'",
         b'{"question": 5, "answer": "4"}\n': "line 1: TypeError",
-        b'{"question": "A set?", "answer": "4"}\n{"question": "A set?", "answer": "{1"}': "line 2: ",
+        b'{"question": "2?", "answer": "2"}\n{"question": "A set?", "answer": "{1"}': "line 2: ",
         b'{"question": "Caf\xe9?", "answer": "4"}': "line 1: UnicodeDecodeError",
         b'{"question": "A \\ud83d", "answer": "4"}': "line 1: ",
         # "\text" without a second backslash begins with a tab, and "\frac" with a form feed.
@@ -352,7 +353,7 @@ def test_transformers_4_finds_what_it_needs(tmp_path):
         (False, {"rope_type": "linear", "factor": 2}),
     ):
         rope = rope | {"rope_theta": 5e5}
-        model = tiny_model(64, tie_word_embeddings=tied, rope_parameters=rope)
+        model = tiny_model(64, tied=tied, rope_parameters=rope)
         model.config.tie_word_embeddings = not tied  # what its file said
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
         one_file.save(model, tmp_path)
