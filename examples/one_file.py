@@ -349,17 +349,14 @@ def read_questions(tokenizer, path):
 def to_question(tokenizer, text, answers):
     """The prompt has the paper's wording, and goes through the chat template if there is one."""
     references = {}  # its token ids: each answer
-    for answer in answers if isinstance(answers, list) and answers else [answers]:
+    for each in answers if isinstance(answers, list) and answers else [answers]:
         # It must come back whole from its own box (brace at byte 6), or no sample could match it.
         # A tab, say, comes from "\text", for which JSON wants "\\text".
-        answer = str(answer).strip() if type(answer) in (str, int) else ""
-        if min(answer, default="") < " " or last_box(b"\\boxed{%b}" % answer.encode()) != (
-            6,
-            answer,
-        ):
-            raise ValueError(f"{answer!r} is no text, empty, or has braces or backslashes alone")
+        each = str(each).strip() if type(each) in (str, int) else ""
+        if min(each, default="") < " " or last_box(b"\\boxed{%b}" % each.encode()) != (6, each):
+            raise ValueError(f"{each!r} is no text, empty, or has braces or backslashes alone")
         # Two that the tokenizer makes one (é has two codes in Unicode) count once.
-        references[tuple(encode(tokenizer, answer))] = answer
+        references[tuple(encode(tokenizer, each))] = each
     system = "You are a helpful assistant."
     user = text + "\nPlease reason step by step, and put your final answer within \\boxed{}."
     ids = tokenizer.encode(f"{system}\n\n{user}\n\n")
