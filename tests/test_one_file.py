@@ -341,7 +341,9 @@ def test_the_held_out_questions_do_not_change_the_training(toy_model_dir, script
     for more in "", f" --eval-dataset {file}":
         code, out, err = script(one_file, f"{flags} --max-new-tokens 24{more} --out out{len(runs)}")
         assert code == 0 and ("held-out" in out) == bool(more), err
-        runs.append([line.rsplit("  ", 1)[0] for line in out.splitlines() if "step" in line])
+        runs.append(
+            [line.rsplit("  ", 1)[0] for line in out.splitlines() if line.startswith("step")]
+        )
     assert runs[0] == runs[1] and len(runs[0]) == 2
 
 
