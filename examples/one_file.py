@@ -352,7 +352,7 @@ def to_question(tokenizer, text, answers):
     for each in answers if isinstance(answers, list) and answers else [answers]:
         # It must come back whole from its own box (brace at byte 6), or no sample could match it.
         # A tab, say, comes from "\text", for which JSON wants "\\text".
-        each = str(each).strip() if type(each) in (str, int) else ""
+        each = str(each).strip(" ") if type(each) in (str, int) else ""
         if min(each, default="") < " " or last_box(b"\\boxed{%b}" % each.encode()) != (6, each):
             raise ValueError(f"{each!r} is no text, empty, or has braces or backslashes alone")
         # Two that the tokenizer makes one (é has two codes in Unicode) count once.
