@@ -3,11 +3,11 @@
 Hub data sets and local files have the same row format.
 """
 
+import dataclasses
 import math
 import random
 import re
 import unicodedata
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
@@ -18,12 +18,14 @@ from tasks import toy
 from tasks.verifiers import VERIFIERS
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Problem:
     question: str  # q, with the options of a multiple-choice question as lines "A: ..."
     reference: str  # a*, as the data set has it, but tidy
     verifier: str = "math"  # how answers are verified: a name in verifiers.VERIFIERS
     others: tuple[str, ...] = ()  # what else would be right as well, in other words
+    document: str = ""  # which text it is about: questions about one text are not independent
+    examples: tuple["Problem", ...] = ()  # worked ones, whose solutions are their references
 
     @property
     def references(self):
@@ -49,7 +51,7 @@ NAMES = ", ".join([*TOY, *HUB])
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(.+))?")
 # Other names of columns. The context is the text that a question is about.
 SAME = {"problem": "question", "choices": "options", "passage": "context", "article": "context"}
-COLUMNS = {"answer", "solution", "answer_letter", "verifier", *SAME, *SAME.values()}
+COLUMNS = {"answer", "solution", "answer_letter", "verifier", "document", *SAME, *SAME.values()}
 # What is no value: no text, or what pandas and spreadsheets write. ("None" or "NA" may be right.)
 MISSING = re.compile(r"^\s*(-?nan|-?NaN|NaT|<NA>|#NA|#N/A( N/A)?|#[A-Z/0]+[!?]|Err:\d{3})?\s*$")
 # A list, dict, tuple or array of texts as Python writes it. ("[1, 2]" and "{1, 2}" may be right.)
@@ -64,8 +66,9 @@ def load_problems(name_or_path, limit=None, verifier=None, convert=None) -> list
     Columns: `question` or `problem`; `context`, `passage` or `article`, which come before it;
     `answer`, one or a list of which each is right, or `solution` with a box; `options` or `choices`
     for multiple choice, whose answer names one of them (`answer_letter`, if the row has it);
-    `verifier`, a name in VERIFIERS. Rows that name no verifier get "letter" if they have options,
-    else the one given, or "math" from the hub and "text" from a file.
+    `verifier`, a name in VERIFIERS; `document`, the name of the text that the question is about.
+    Rows that name no verifier get "letter" if they have options, else the one given, or "math" from
+    the hub and "text" from a file.
 
     Rows without a usable question, reference and verifier are left out and counted. Raises
     InputError if no row is left. What may surprise about the rows is said in lines. convert: what
@@ -148,6 +151,10 @@ def to_problem(row: dict, verifier: str) -> Problem:
     options = row.get("options")
     require(isinstance(question, str), "no question (`question`, `problem`)")
     require(isinstance(context, str), "the column `context` is no text")
+    document = as_text(row.get("document", ""))
+    # A passage belongs into `context`: this column only names it, and the model does not see it.
+    is_name = document is not None and len(document) <= 200
+    require(is_name, "`document` is no name of at most 200 characters (the text is the `context`)")
     question = f"{context}\n\n{question}" if context else question
     if options:
         lines = [f"{letter}: {text}" for letter, text in by_letter(options).items()]
@@ -155,7 +162,32 @@ def to_problem(row: dict, verifier: str) -> Problem:
     reference, *others = find_references(row, options)
     verifier = row.get("verifier") or verifier
     require(verifier in [*VERIFIERS], f"no verifier {verifier!r}, only {', '.join(VERIFIERS)}")
-    return Problem(question, reference, verifier, tuple(others))
+    return Problem(question, reference, verifier, tuple(others), tidy(document))
+
+
+def to_demonstration(row, verifier):
+    """One row -> Problem with whole completions as its references: its solution, or without one
+    each reference in a box."""
+    solution = row.get("solution")
+    if MISSING.match(str(solution or "")):
+        problem = to_problem(row, verifier)
+        first, *others = [rf"\boxed{{{reference}}}" for reference in problem.references]
+        return dataclasses.replace(problem, reference=first, others=tuple(others))
+    boxed = isinstance(solution, str) and split_answer(solution)
+    require(boxed, r"expected a `solution` with a closed \boxed{...}")
+    problem = to_problem(row | {"answer": boxed[1]}, verifier)
+    return dataclasses.replace(problem, reference=solution, others=())
+
+
+def load_examples(path):
+    """The worked examples of a file, none without one. It has rows that sft.py takes, too: a
+    `question`, a `context` if other questions have one, and a `solution` that ends in a box."""
+    return tuple(load_problems(path, convert=to_demonstration)) if path else ()
+
+
+def with_examples(problems, examples):
+    """The problems, each with these examples, which its prompt has before the question."""
+    return [dataclasses.replace(problem, examples=examples) for problem in problems]
 
 
 def find_references(row, options):

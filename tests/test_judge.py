@@ -115,7 +115,7 @@ def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatc
     once about a group, whatever rewards need it."""
     flags = f"--model {toy_model_dir} {FLAGS} --limit 5 --samples 4"
     flags += " --rewards cer,verifree,exact,rule+cer,overlap+cer"
-    monkeypatch.setattr(evaluate, "AT_ONCE", 2)
+    monkeypatch.setattr(judge, "AT_ONCE", 2)
     score = mock.Mock(side_effect=cer.answer_logprobs)
     monkeypatch.setattr(cer, "answer_logprobs", score)
     written = mock.Mock(side_effect=judge.append_rows)

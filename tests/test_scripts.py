@@ -341,7 +341,7 @@ def test_demonstrations_are_read_as_other_rows(tmp_path, capsys):
         {"question": "V?", "solution": "x 9", "answer": "9"}
         """
     (tmp_path / "rows.jsonl").write_text(rows)
-    found = data.load_problems(tmp_path / "rows.jsonl", convert=sft.to_demonstration)
+    found = data.load_problems(tmp_path / "rows.jsonl", convert=data.to_demonstration)
     solutions = [each.references for each in found]
     both = r"\boxed{7}", r"\boxed{seven}"
     assert solutions == [both, (r"\boxed{4.50}",), (r"x \boxed{8}",), (r"\boxed{9}",)]
@@ -350,7 +350,7 @@ def test_demonstrations_are_read_as_other_rows(tmp_path, capsys):
         assert line in said, said
     (tmp_path / "two.csv").write_text("question,answer\nQ?,7\nquestion,answer\nR?,8\n")
     with pytest.raises(InputError, match="row 2 is a header again"):
-        data.load_problems(tmp_path / "two.csv", convert=sft.to_demonstration)
+        data.load_problems(tmp_path / "two.csv", convert=data.to_demonstration)
 
 
 # ---------------------------------------------------------------------------------------- bad input
