@@ -101,6 +101,6 @@ def test_three_scripts_have_one_number(script, quick, toy_model_dir, with_docume
     expected = of_questions(sample_table(read_rows("e/samples.jsonl")))
     assert (result["pass_at_1"], result["stderr"]) == pytest.approx(expected)
     assert result["questions"] == 4
-    for directory, expected in ("e", expected), ("run", logged_error):
+    for directory, numbers in ("e", expected), ("run", logged_error):
         say_pass_at_1(sample_table(read_lines(Path(directory))), "grade.py")
-        assert f": pass@1 {with_error(*expected)}\n" in capsys.readouterr().out
+        assert f": pass@1 {with_error(*numbers)}\n" in capsys.readouterr().out
