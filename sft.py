@@ -117,7 +117,6 @@ def parse_args():
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
     add("--data", required=True, help="file with demonstrations or references, or a directory")
-    add("--examples", help="file of worked examples, which stand before each question")
     add("--out", required=True, help="new directory for the trained model")
     add("--examples", help="file of worked examples, which stand before each question")
     # Which samples of a directory.
