@@ -166,17 +166,17 @@ def to_problem(row: dict, verifier: str) -> Problem:
 
 
 def to_demonstration(row, verifier):
-    """One row -> Problem with the whole completions as its references: the solution, or without one
+    """One row -> Problem with whole completions as its references: its solution, or without one
     each reference in a box."""
     solution = row.get("solution")
     if MISSING.match(str(solution or "")):
         problem = to_problem(row, verifier)
-        completions = [rf"\boxed{{{reference}}}" for reference in problem.references]
-    else:
-        boxed = isinstance(solution, str) and split_answer(solution)
-        require(boxed, r"expected a `solution` with a closed \boxed{...}")
-        problem, completions = to_problem(row | {"answer": boxed[1]}, verifier), [solution]
-    return dataclasses.replace(problem, reference=completions[0], others=tuple(completions[1:]))
+        first, *others = [rf"\boxed{{{reference}}}" for reference in problem.references]
+        return dataclasses.replace(problem, reference=first, others=tuple(others))
+    boxed = isinstance(solution, str) and split_answer(solution)
+    require(boxed, r"expected a `solution` with a closed \boxed{...}")
+    problem = to_problem(row | {"answer": boxed[1]}, verifier)
+    return dataclasses.replace(problem, reference=solution, others=())
 
 
 def load_examples(path):

@@ -343,12 +343,8 @@ def test_demonstrations_are_read_as_other_rows(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(rows)
     found = data.load_problems(tmp_path / "rows.jsonl", convert=data.to_demonstration)
     solutions = [each.references for each in found]
-    assert solutions == [
-        (r"\boxed{7}", r"\boxed{seven}"),
-        (r"\boxed{4.50}",),
-        (r"x \boxed{8}",),
-        (r"\boxed{9}",),
-    ]
+    both = r"\boxed{7}", r"\boxed{seven}"
+    assert solutions == [both, (r"\boxed{4.50}",), (r"x \boxed{8}",), (r"\boxed{9}",)]
     said = capsys.readouterr().err
     for line in "box) (1 of 6: rows [5])", "} (1 of 6: rows [6])", "(expected 'solution')":
         assert line in said, said
