@@ -2,8 +2,9 @@
 
 `ask_judges` is the only stage of the loop that asks a model or a program about answers: the actor
 for W and P, a verifier for what is right, a model for Yes or No. A reward is then a small function
-of what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer. It calls no
-model. For a reward of your own add a function and a line to REWARDS.
+of what they said, Judged -> R [N], in [0, 1], and 0 for a sample without a closed box. An empty box
+is no answer either, and has the reward 0 except with `verifree` and what is averaged with it. A
+reward calls no model. For a reward of your own add a function and a line to REWARDS.
 """
 
 import itertools
