@@ -1,6 +1,6 @@
 """The tables and the picture of the page, from clean_toy.csv.
 
-    python experiments/clean_toy/tables.py
+python experiments/clean_toy/tables.py
 """
 
 import math

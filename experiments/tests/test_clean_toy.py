@@ -1,4 +1,4 @@
-"""experiments/clean_toy: what is withheld is shown nowhere, and the numbers are those of the CSV."""
+"""experiments/clean_toy: what is withheld is shown nowhere; the numbers are those of the CSV."""
 
 import itertools
 import json
