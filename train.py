@@ -270,6 +270,11 @@ def parse_args():
     args.m = args.m or args.samples
     cli.require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
     cli.require(args.model or args.dataset == "toy", f"--dataset {args.dataset} needs --model")
+    judges = REWARDS[args.reward].judges
+    if given.m and ("actor" not in judges or args.reward == "verifree"):
+        cli.say(f"--m does nothing with --reward {args.reward}")
+    if given.verifier_model and not judges & {"asked", "general-verifier"}:
+        cli.say(f"--verifier-model does nothing with --reward {args.reward}")
     nothing = "--lora has nothing that --cpu-offload could move: leave it out"
     cli.require(not (args.lora and args.cpu_offload), nothing)
     return args
