@@ -17,7 +17,7 @@ from conftest import (
     tiny_model,
     written_by,
 )
-from one_file import completion_logprobs
+from naive import completion_logprobs
 from processes import finish, run_in, start_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from torch.func import functional_call

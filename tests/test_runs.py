@@ -47,6 +47,7 @@ from runtime.cli import InputError
 from runtime.files import (
     LOGS,
     append_rows,
+    beginning,
     checkpoints,
     read_config,
     read_rows,
@@ -248,12 +249,12 @@ def test_a_run_does_not_go_on_from_an_edited_checkpoint(script, finished_run, fi
 
 
 def test_the_state_of_a_training_belongs_to_its_step(script, finished_run):
-    """Also if the step's own logs.json is kept."""
+    """Also if the step's own logged.json is kept."""
     steps = sorted(shutil.copytree(finished_run, Path("run")).glob("checkpoints/step-*"))
-    logs = (steps[-1] / "training" / "logs.json").read_text()
+    logs = (steps[-1] / "training" / "logged.json").read_text()
     shutil.rmtree(steps[-1] / "training")
     shutil.copytree(steps[-2] / "training", steps[-1] / "training")
-    (steps[-1] / "training" / "logs.json").write_text(logs)
+    (steps[-1] / "training" / "logged.json").write_text(logs)
     code, _, err = script(train, "--out run --resume --steps 5")
     assert code == 2 and "it belongs to other files" in err.splitlines()[-1], err
 
@@ -367,7 +368,7 @@ def logs_in(run):
     """Empty logs -> what a checkpoint notes of them."""
     for name in LOGS:
         (run / name).touch()
-    return dict.fromkeys(LOGS, 0) | {"due": True}
+    return dict.fromkeys(LOGS, beginning(run / LOGS[0], -1)) | {"due": True}
 
 
 def test_a_parameter_that_never_gets_a_gradient(tokenizer, tmp_path):
