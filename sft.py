@@ -37,14 +37,7 @@ from rloo import TrainingRow, leave_one_out, update
 from runtime.files import read_config, read_rows, to_jsonl, write_atomically
 from runtime.ranks import init_ranks, open_run_directory
 from runtime.samples import brief, sample_table
-from tasks.data import (
-    Problem,
-    in_epochs,
-    load_examples,
-    load_problems,
-    to_demonstration,
-    with_examples,
-)
+from tasks import data
 from tasks.prompts import encode_prompt, show_first, usable_prompts
 
 
@@ -56,8 +49,8 @@ def main():
     if args.select:
         problems, weights = select(args)
     else:
-        problems = load_problems(args.data, convert=to_demonstration)
-    problems = with_examples(problems, load_examples(args.examples))
+        problems = data.load_problems(args.data, convert=data.to_demonstration)
+    problems = data.with_examples(problems, data.load_examples(args.examples))
     out = open_run_directory(args.out, "sft")
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
     if args.select:
@@ -87,7 +80,7 @@ def main():
     # Steps.
     steps = max(1, args.epochs * len(rows) // args.batch)
     cli.say(f"{len(rows)} rows, {steps} steps of {args.batch}, lr {args.lr:g}\n{memory}\n{disk}")
-    order, rng = in_epochs(rows, steps * args.batch, args.seed), random.Random(args.seed)
+    order, rng = data.in_epochs(rows, steps * args.batch, args.seed), random.Random(args.seed)
     for step in cli.progress("steps", range(1, steps + 1), unit="step"):
         batch = [rng.choice(row) for row in order[(step - 1) * args.batch : step * args.batch]]
         scale = len(batch) / sum(len(completion) for _, completion, _ in batch)
@@ -125,11 +118,11 @@ def parse_args():
     add, count = parser.add_argument, cli.number(int, 1)
     add("--model", required=True, help="Hugging Face model id or directory")
     add("--data", required=True, help="file with demonstrations or references, or a directory")
-    add("--examples", help="file of worked examples, which stand before each question")
     add("--out", required=True, help="new directory for the trained model")
+    add("--examples", help="file of worked examples, which stand before each question")
     # Which samples of a directory.
-    names = [*REWARDS, "right"]
-    add("--select", choices=names, help="keep samples by a reward, or if right (grades.jsonl)")
+    by = [*REWARDS, "right"]  # right: by grades.jsonl, or without it by the rows' verifier
+    add("--select", choices=by, help="keep samples that are right, or by a reward")
     add("--at-least", type=cli.number(float, 1e-12), help="those with this reward, with weight 1")
     add("--per-question", type=count, help="at most K of a question")
     # How they are learned.
@@ -142,9 +135,9 @@ def parse_args():
     add("--seed", type=int, default=0, help="random seed of the order and of what is kept")
     args = parser.parse_args()
     args.lr = args.lr or (5e-4 if args.lora else 5e-5)
-    both = "--data takes a directory with --select, and a file without it and what belongs to it"
-    given = [args.select] if args.select else [args.at_least, args.per_question]
-    cli.require(Path(args.data).is_dir() == any(given), both)
+    is_directory, of_select = Path(args.data).is_dir(), args.at_least or args.per_question
+    right = "expected a directory with --select, or a file without --select and what belongs to it"
+    cli.require(args.select if is_directory else not (args.select or of_select), f"--data: {right}")
     return args
 
 
@@ -176,7 +169,7 @@ def select(args):
             text = cli.shorten(" ".join(sample.texts.split()), 300)
             cli.say(f"  {word} ({args.select} {brief(sample.reward)}): {text}")
     columns = kept[["question", "texts", "verifier"]].itertuples(index=False)
-    return [Problem(*each) for each in columns], kept.weight.tolist()
+    return [data.Problem(*each) for each in columns], kept.weight.tolist()
 
 
 def read_samples(directory, name):

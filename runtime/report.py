@@ -21,7 +21,7 @@ IN_THE_LOG = "reward", "answered", "answer_tokens", "zero_advantage_groups", "en
 
 def warning(numbers):
     """What is wrong with a step and what helps, or None. judge.py asks about samples and a reward
-    before there is a gradient. "When nothing is learned" in docs/running.md says more."""
+    before there is a gradient. "When nothing is learned" in docs/rewards.md says more."""
     if not math.isfinite(numbers.get("grad_norm", 0.0)):
         return "the gradient is not finite, so no weight changed; if this goes on, lower --lr"
     if numbers["tiny_reward_groups"] > 0.5:

@@ -11,6 +11,7 @@ from runtime.cli import for_shell, require
 from runtime.files import read_rows
 
 TINY = 1e-6  # rewards below this teach next to nothing
+OF_LINES = "run question references verifier document".split()
 OF_SAMPLES = "texts answers truncated tokens solution_tokens answer_tokens".split()
 OF_SAMPLES += "entropies right R A".split()
 
@@ -60,8 +61,7 @@ def sample_table(lines):
     `cluster` is what may be dependent: all samples of a document, or of a question without one."""
     rows = []
     for line_number, line in enumerate(lines):
-        names = "run", "question", "references", "document", "verifier"
-        own = {name: line.get(name) for name in names}
+        own = {name: line.get(name) for name in OF_LINES}
         own |= {"line": line_number, "case": case_of(line), "scored": "log_W" in line}
         own["cluster"] = line.get("document") or line["question"]
         lists = {name: line[name] for name in OF_SAMPLES if name in line} | line.get("rewards", {})

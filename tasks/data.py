@@ -204,26 +204,18 @@ def to_problem(row: dict, verifier: str) -> Problem:
 
 
 def to_demonstration(row, verifier):
-    """One row -> Problem with the whole completions as its references: the solution, or without one
+    """One row -> Problem with whole completions as its references: its solution, or without one
     each reference in a box."""
-    problem = to_problem(row, verifier)
-    completions = [rf"\boxed{{{reference}}}" for reference in problem.references]
-    if solution := row.get("solution"):
-        given, boxed = problem, isinstance(solution, str) and split_answer(solution)
-        require(boxed, r"expected a `solution` with a closed \boxed{...}")
-        problem = to_problem(row | {"answer": boxed[1], "answer_letter": None}, verifier)
-        agree = any(say_the_same(problem, each) for each in given.references)
-        require(agree, "`answer` is not what the `solution` has in its box: mend one of them")
-        completions = [solution]
-    return dataclasses.replace(problem, reference=completions[0], others=tuple(completions[1:]))
-
-
-def say_the_same(problem, other):
-    """Whether a problem's reference agrees with another, by its verifier or as mathematics, or
-    because one only has more words than the other, such as a unit."""
-    pair = problem.reference, other
-    fewer, more = sorted(({*plain_text(each).split()} for each in pair), key=len)
-    return fewer <= more or accepts(problem.verifier, *pair) or accepts("math", *pair)
+    given = to_problem(row, verifier)
+    if "solution" not in row:
+        first, *others = [rf"\boxed{{{reference}}}" for reference in given.references]
+        return dataclasses.replace(given, reference=first, others=tuple(others))
+    boxed = isinstance(row["solution"], str) and split_answer(row["solution"])
+    require(boxed, r"expected a `solution` with a closed \boxed{...}")
+    problem = to_problem(row | {"answer": boxed[1], "answer_letter": None}, verifier)
+    agree = any(say_the_same(problem.reference, each, given.verifier) for each in given.references)
+    require(agree, "`answer` is not what the `solution` has in its box: mend one of them")
+    return dataclasses.replace(problem, reference=row["solution"], others=())
 
 
 def load_examples(path):
@@ -235,6 +227,13 @@ def load_examples(path):
 def with_examples(problems, examples):
     """The problems, each with these examples, which its prompt has before the question."""
     return [dataclasses.replace(problem, examples=examples) for problem in problems]
+
+
+def say_the_same(one, other, verifier):
+    """Whether two references agree, by their verifier or as mathematics, or because one only has
+    more words than the other, such as a unit."""
+    fewer, more = sorted(({*plain_text(each).split()} for each in (one, other)), key=len)
+    return fewer <= more or accepts(verifier, one, other) or accepts("math", one, other)
 
 
 def find_references(row, options):

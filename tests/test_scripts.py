@@ -198,14 +198,6 @@ def test_a_flag_that_does_nothing_is_named(monkeypatch, capsys, flags, said):
     assert capsys.readouterr().err.strip() == said
 
 
-def test_a_run_of_an_older_version_is_refused(script, stopped_run):
-    (stopped_run / "checkpoints/step-2/training/logged.json").unlink()
-    config = stopped_run / "config.json"  # which has another fingerprint then
-    config.write_text(config.read_text().replace("sha256 ", "sha256 0"))
-    code, _, err = script(train, "--out run --resume")
-    assert code == 2 and "step-2 was saved by an older version, which can go on with it" in err, err
-
-
 def test_a_run_resumes_only_with_its_data_and_if_steps_are_left(script, stopped_run, monkeypatch):
     code, _, err = script(train, "--out run --resume --steps 1")
     assert code == 2 and "has 2 steps, more than 1" in err
@@ -355,12 +347,8 @@ def test_demonstrations_are_read_as_other_rows(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(rows)
     found = data.load_problems(tmp_path / "rows.jsonl", convert=data.to_demonstration)
     solutions = [each.references for each in found]
-    assert solutions == [
-        (r"\boxed{7}", r"\boxed{seven}"),
-        (r"\boxed{4.50}",),
-        (r"x \boxed{8}",),
-        (r"\boxed{9}",),
-    ]
+    both = r"\boxed{7}", r"\boxed{seven}"
+    assert solutions == [both, (r"\boxed{4.50}",), (r"x \boxed{8}",), (r"\boxed{9}",)]
     said = capsys.readouterr().err
     for line in "box) (1 of 6: rows [5])", "} (1 of 6: rows [6])", "(expected 'solution')":
         assert line in said, said
