@@ -21,7 +21,7 @@ trains on rows that have a "prompt" and a "reference", a string or a list of wor
 `peft_config` as GRPOTrainer does. For the overlap copy `overlap_rewards` and what it calls; it
 needs neither a model nor a tokenizer.
 
-docs/running.md ("In your own trainer") lists the conditions under which the rewards are the
+docs/extending.md ("In your own trainer") lists the conditions under which the rewards are the
 paper's. TRL checks none of them. `VeriFreeTrainer` refuses settings with which it would be another
 method. Scoring refuses a rank that has only some samples of a question, and sharded weights. What
 is not copied checks more: `load` checks the model, and drops the generation settings that it brings
