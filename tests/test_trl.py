@@ -2,17 +2,22 @@
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("trl")
 
+import datasets
+import trl
 import trl_cer
 from conftest import group_of, tiny_model
 
 import cer
+import sft
 from engine.load import load
 from reward_functions import R_by_name, ask_judges
+from runtime.files import append_rows
 from tasks import toy_model
 from tasks.data import load_problems
 from tasks.prompts import chat_messages, encode_prompt
@@ -67,3 +72,23 @@ def test_a_model_that_cannot_be_scored_is_refused(script, tokenizer):
         part.save_pretrained("granite")
     code, _, err = script(trl_cer, "--model granite --steps 1 --out out")
     assert code == 2 and "granite is not supported (its logits are not lm_head of" in err, err
+
+
+def test_its_sft_trainer_reads_what_is_selected(script, monkeypatch, toy_model_dir):
+    """As the rows that sft.py learns: the same tokens, of which the completion's are learned."""
+    texts = [r"3*4=12\n\boxed{14}", r"\boxed{14 eggs}"]
+    line = {"question": "How many eggs?", "references": ["14"], "verifier": "text"}
+    line |= {"texts": texts, "answers": ["14", "14 eggs"], "truncated": [False] * 2}
+    append_rows(Path("samples.jsonl"), [line | {"rewards": {"cer": [1.0, 1.0]}}])
+    updated = mock.Mock(return_value=(1.0, 1.0))
+    monkeypatch.setattr(sft, "update", updated)
+    flags = f"--model {toy_model_dir} --data . --select cer --at-least 1 --epochs 1 --batch 2"
+    code, _, err = script(sft, f"{flags} --out tuned")
+    assert code == 0, err
+    rows = datasets.load_dataset("json", data_files="tuned/selected.jsonl", split="train")
+    config = trl.SFTConfig("trl", report_to="none", use_cpu=True, bf16=False, max_steps=1)
+    trainer = trl.SFTTrainer("tuned", config, train_dataset=rows)
+    read = [(row["input_ids"], [i != -100 for i in row["labels"]]) for row in trainer.train_dataset]
+    ours = [(row.ids, [w > 0 for w in row.weights]) for row in updated.call_args.args[2]]
+    assert sorted(read) == sorted(ours)
+    trainer.train()
