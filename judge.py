@@ -116,6 +116,8 @@ def main():
     names = dict.fromkeys(args.rewards.replace(" ", "").split(","))
     names = sorted(names, key=lambda name: name != "cer")
     cli.require({*names} <= {*KNOWN}, f"--rewards: expected some of {', '.join(KNOWN)}")
+    idle = args.verifier_model and "asked" not in names
+    cli.require(not idle, "--verifier-model does nothing without the reward asked: leave it out")
     checks = check_sampling, check_scoring
     actor, tokenizer, datasets, out = load_model_and_data(args, 4096, "judge", *checks)
     problems = sum(datasets.values(), [])
@@ -146,7 +148,8 @@ def main():
         say_grade(lines, out)
         print(f"all samples are in {out}")
         if with_columns := [k for k, line in enumerate(lines) if line.get("columns")]:
-            print(f"to draw one: python plot.py {out} --question {with_columns[0]}")
+            draw = cli.for_shell(out, "--question", with_columns[0])
+            print(f"to draw one: python plot.py {draw}")
     dist.destroy_process_group()
 
 

@@ -11,11 +11,12 @@ cannot be used, nothing is written, and all such rows are named.
 from runtime import cli  # isort: split
 
 import random
+from decimal import Decimal
 from pathlib import Path
 
 from runtime.cli import InputError, require
 from runtime.files import read_rows, to_jsonl, to_row, write_atomically
-from tasks.data import COLUMNS, MISSING, SAME, as_text, as_written, tidy, to_problem
+from tasks.data import COLUMNS, as_text, as_written, cells_of, tidy, to_decimal, to_problem
 
 FILES = "train.jsonl", "held-out.jsonl"
 LONG = 5  # words: longer references have next to no probability
@@ -55,22 +56,29 @@ def main():
 def load_rows(table, renames, separator):
     """The rows of a table, without empty cells, and with the columns that the other programs know.
     renames: {old: new} of columns. Numbers keep the digits with which they are written."""
-    names = {name: SAME.get(name, name) for name in COLUMNS} | renames
-    rows = read_rows(table, {*names}, lambda number: number.removesuffix(".0"))
+    known = COLUMNS | {*renames}
+    rows = read_rows(table, known, to_decimal)
     columns = dict.fromkeys(name for row in rows for name in row)
     for old, new in renames.items():
         expected = f"OLD of {', '.join(columns)} and NEW of {', '.join(sorted(COLUMNS))}"
         require(old in columns and new in COLUMNS, f"--rename {old}={new}: expected {expected}")
-    if unknown := ", ".join(as_written(name) for name in columns if name not in names):
+    if unknown := ", ".join(as_written(name) for name in columns if name not in known):
         cli.say(f"{table}: these columns are not used: {unknown}")
     kept = []
     for row in rows:
-        cells = [(names[name], row[name]) for name in row if name in names]
-        row = to_row([(name, x) for name, x in cells if not MISSING.match(str(x or ""))])
+        cells = [(renames.get(name, name), without_decimals(row[name])) for name in row]
+        row = cells_of(to_row([(name, cell) for name, cell in cells if name in COLUMNS]))
         if separator and isinstance(row.get("answer"), str):
             row["answer"] = [part.strip() for part in row["answer"].split(separator)]
         kept.append(row)
     return kept
+
+
+def without_decimals(cell):
+    """A cell whose numbers are text if JSON does not know their type."""
+    if isinstance(cell, list):
+        return [without_decimals(each) for each in cell]
+    return as_text(cell) if isinstance(cell, Decimal) else cell
 
 
 def check_rows(table, rows, by):

@@ -7,7 +7,7 @@ import unicodedata
 
 import pandas
 
-from runtime.cli import require
+from runtime.cli import for_shell, require
 from runtime.files import read_rows
 
 TINY = 1e-6  # rewards below this teach next to nothing
@@ -173,5 +173,5 @@ def say_pass_at_1(samples, by):
 def say_grade(lines, directory):
     """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
     if "text" in {line.get("verifier") for line in lines}:
-        grade = f"python grade.py {directory}"
+        grade = f"python grade.py {for_shell(directory)}"
         print(f"`text` calls paraphrases wrong, which flatters exact and overlap: {grade}")

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from engine.export import export
 from engine.tokens import pad
 from runtime.cli import as_input_error, is_rank_0, say
+from runtime.files import append_rows
 from tasks import toy
 
 # What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE and
@@ -90,10 +91,12 @@ def make_model(directory, args):
     return str(directory)
 
 
-def warm_start(directory, seed, steps=900):
-    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory."""
+def warm_start(directory, seed, steps=900, withheld=()):
+    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory.
+    withheld: combinations of which nothing is demonstrated. (The tokenizer has read them, but a
+    digit is always a token, so it is the same without them.)"""
     torch.manual_seed(seed % 2**63)
-    rng, (_, train) = random.Random(seed), toy.stories()
+    rng, (_, train) = random.Random(seed), toy.stories(withheld=withheld)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     pairs = (tokenizer(list(toy.demonstration(rng, train)))["input_ids"] for _ in itertools.count())
@@ -124,3 +127,14 @@ def finetune(model, demonstrations, steps, batch, lr, stop):
         optimizer.zero_grad()
         if step % max(1, steps // 10) == 0:
             say(f"supervised start {step}/{steps}  loss {loss.item():.3f}")
+
+
+def write_toy(directory):
+    """The toy for a program that knows files only -> its model's directory, 2,000 questions to
+    train on, and 200 held out."""
+    torch.set_num_threads(1)  # as make_model does
+    model, files = directory / "start", [directory / name for name in ("toy", "toy-test")]
+    warm_start(model, seed=0)
+    for file in files:
+        append_rows(file, toy.rows(file.name))
+    return model, *files

@@ -13,6 +13,11 @@ def log_probs(model, ids):
     return model(torch.tensor([ids], device=model.device)).logits[0].log_softmax(-1)
 
 
+def completion_logprobs(model, prompt, ids):
+    """log pi of each token of a completion -> [len(ids)]."""
+    return log_probs(model, prompt + ids)[len(prompt) - 1 : -1][range(len(ids)), ids]
+
+
 @functools.cache
 def token_bytes(tokenizer):
     byte = {character: number for number, character in bytes_to_unicode().items()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import example_rows, group_of, on_devices, tiny_model
-from one_file import completion_logprobs
+from naive import completion_logprobs
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from engine import load, policy

@@ -42,7 +42,7 @@ def measure(model, tokenizer, group):
     row, column = group["opened"]
     before, box = prompt + contexts[column], boxes[row]
     with torch.no_grad():  # the line of a token is the one before it
-        lines = one_file.log_probs(model, [before], box)[0, :-1].exp()
+        lines = one_file.next_token_log_probs(model, [before], box)[0, :-1].exp()
     tokens = []
     for token, line in zip(box, lines):
         others = [k for k in line.topk(3).indices.tolist() if k != token and line[k] > 0.05]
