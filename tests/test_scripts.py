@@ -103,7 +103,7 @@ FLAGS = {
     "--model X": dict(dataset="math7.5k", epochs=5, m=16, lr=1e-6, eval_every=50),
     "--model X --dataset toy": dict(lr=1e-6, lr_end=1.0, samples=8, eval_dataset="toy-test"),
     "--lora 8": dict(lora=8, lr=2e-3, lr_end=0.1),
-    "--model X --lora 1": dict(lora=1, lr=1e-5),
+    "--model X --lora 1": dict(lora=1, lr=1e-4),
     "--model X --lora 1 --lr 2e-6": dict(lora=1, lr=2e-6),
 }
 
@@ -393,6 +393,8 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (sft, "--data open.jsonl", r"open.jsonl: no usable row; expected a .* with a closed"),
+    (sft, "--data good.jsonl --at-least .3", r"--data: expected a directory with --select, or a f"),
+    (sft, "--data {run}", r"--data: expected a directory with --select, or a file without"),
     (sft, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
     (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),
