@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.tokens import LOGITS_AT_ONCE, batches, pad, split_answer, vocabulary
+from engine.tokens import LOGITS_AT_ONCE, batches, pad, positions, split_answer, vocabulary
 
 # ---------------------------------------------------------------------------------- the mathematics
 
@@ -205,7 +205,9 @@ def answer_logprobs(model, tokenizer, contexts: list[list[int]], answers: list[s
     # Usually one pass reads all answers. Its mask grows with the square of their tokens, so many or
     # long answers are split over several passes.
     passes = list(batches(ways, lambda pair: len(pair[1].tokens), ANSWER_TOKENS_AT_ONCE))
-    longest = max((sum(len(way.tokens) for _, way in read) for read in passes), default=0)
+    # Contexts are batched beside the usual pass. One that reads a longer answer takes more memory.
+    sizes = [sum(len(way.tokens) for _, way in read) for read in passes]
+    longest = min(max(sizes, default=0), ANSWER_TOKENS_AT_ONCE)
 
     scores = torch.full((len(answers), len(contexts)), -torch.inf, device=model.device)
     every = range(len(contexts))
@@ -215,6 +217,8 @@ def answer_logprobs(model, tokenizer, contexts: list[list[int]], answers: list[s
             hidden = read_answers(model, [way.tokens for _, way in read], lengths, last, cache)
             for (row, way), states in zip(read, hidden):
                 log_pi = log_finished(model.lm_head, states, way)  # [n]
+                # After a context that leaves no room for it an answer is never written.
+                log_pi[lengths + len(way.tokens) > positions(model)] = -torch.inf
                 scores[row, columns] = scores[row, columns].logaddexp(log_pi)  # both spellings
     return scores
 

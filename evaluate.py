@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.checks import check_sampling
 from engine.load import add_flags, load
-from engine.sampling import positions
+from engine.tokens import positions
 from reward_functions import ask_judges
 from rollout import sample
 from runtime.files import append_rows, write_atomically

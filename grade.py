@@ -19,6 +19,7 @@ that lie together, and how far the others agree with the first.
 from runtime import cli  # isort: split
 
 import json
+import os
 import random
 import textwrap
 from pathlib import Path
@@ -205,6 +206,7 @@ def main():
     add("--grades", help="the grader's file (default: grades*.jsonl in the first DIR)")
     add("--questions", type=cli.number(int, 1), default=50, help="grade at most K questions")
     args = parser.parse_args()
+    cli.require(os.environ.get("WORLD_SIZE", "1") == "1", "grade.py runs without torchrun")
     directories = [Path(each) for each in args.directories]
     prompt = args.prompt and read_prompt(args.prompt)
     lines = [line for directory in directories for line in read_lines(directory)]
@@ -212,7 +214,7 @@ def main():
     name, verifier_model = "grades.jsonl", None
     if args.by != "you":
         verifier_model = load(args.by, init_ranks(), dtype=args.dtype, sampler=args.sampler)
-        mark = mark_of(verifier_model[0], prompt)  # other weights, another grader
+        mark = mark_of(args.by, prompt)  # other weights, another grader
         name = f"grades-{Path(args.by).name}-{mark}.jsonl"
     path = Path(args.grades or directories[0] / name)
     usable = path.suffix == ".jsonl" and path.parent.is_dir()

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import cer
-from engine.sampling import positions
-from engine.tokens import batches, vocabulary
+from engine.tokens import batches, positions, vocabulary
 from rloo import rloo_rows, verifree_rows
 from rollout import Group
 from runtime.cli import as_input_error, progress, require, say

@@ -105,7 +105,8 @@ def main():
             for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
                 path.rename(out / path.name)
             partial.rmdir()
-            print(f"final loss {loss:.3f}; next: python judge.py --model {out} --dataset FILE")
+            model = cli.for_shell(out)
+            print(f"final loss {loss:.3f}; next: python judge.py --model {model} --dataset FILE")
             most = max(len(completion) for row in rows for _, completion, _ in row)
             print(f"--max-new-tokens: at least {most}, as many as the longest completion has")
     dist.barrier()  # torchrun ends all ranks when one has ended

@@ -10,7 +10,6 @@ main() is the method. Below it stand its parts, and the flags.
 
 from runtime import cli  # isort: split
 
-import math
 from pathlib import Path
 
 import torch.distributed as dist
@@ -56,7 +55,8 @@ def main():
 
     # A resumed run keeps its data, its flags, and the model it began with if that is loaded again.
     prompts = [encode_prompt(tokenizer, problem) for problem in [*problems, *held_out][:1000]]
-    mark = fingerprint(problems, held_out, prompts, verifier_model, None if saved else actor)
+    judge = verifier_model and verifier_model[0].name_or_path
+    mark = fingerprint(problems, held_out, prompts, judge, None if saved else model_path)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
         check_resumed(out, vars(args) | mark, RESUME_MAY_CHANGE, last_step)
@@ -66,7 +66,9 @@ def main():
     # --lora the actor is the policy, and small matrices beside its weights are trained.
     microbatch, lora = args.microbatch_tokens, args.lora
     budget, offload, memory = plan_memory(actor, longest, microbatch, args.cpu_offload, lora)
-    saves = math.ceil(last_step / args.save_every)  # the oldest goes when a new one is complete
+    # Evaluations and the last step save, too. The oldest goes when a new one is complete.
+    often = [args.save_every, args.eval_every] if held_out else [args.save_every]
+    saves = 1 + sum(any(step % each == 0 for each in often) for step in range(1, last_step))
     disk = check_disk(actor, out, min(args.keep + 1, saves), lora)
     policy = make_policy(model_path, actor, offload, lora, args.rounding, args.seed)
     optimizer = make_adam(policy)

@@ -2,53 +2,56 @@
 
 import json
 import os
-from hashlib import sha256
+from hashlib import sha1, sha256
+from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from engine.checks import find_file, weight_files
 from engine.export import export
 from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import LOGS, beginning, checkpoints, how_to_resume, read_config, remove_partial
+from runtime.ranks import all_gather
 
 LOGGED = "training/logged.json"  # what RunLog.logged says when the checkpoint is saved
 
 
-def fingerprint(problems, held_out, prompts, verifier_model=None, base=None):
+def fingerprint(problems, held_out, prompts, judge=None, base=None):
     """What tells whether a resumed run has the same data and prompts (token ids), and if it has
-    them, the same other model that judges, (model, tokenizer), and the same base, the model from
-    which its training starts -> entries of config.json."""
+    them, the same other model that judges, and the same base, the model from which its training
+    starts (both by name) -> entries of config.json."""
     digest = sha256(repr((problems, held_out, prompts)).encode()).hexdigest()[:16]
     data = f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
-    data += f", judge {mark_of(verifier_model[0])}" if verifier_model else ""
+    data += f", judge {mark_of(judge)}" if judge else ""
     return {"data": data} | ({"base": mark_of(base)} if base else {})
 
 
-# Entries of a model's config that may change: where its files are, and what wrote or loaded them.
-OF_FILES = "_name_or_path", "transformers_version", "dtype", "architectures"
+OF_A_MODEL = "config.json generation_config.json tokenizer.json tokenizer_config.json".split()
+OF_A_MODEL += ["special_tokens_map.json", "chat_template.jinja"]
 
 
-def mark_of(model, *more):
-    """A mark that changes with the weights of a model, with its config (such as the base of RoPE)
-    and stop tokens, and with what else is given. Of the config only what is not its class's default
-    counts, since another version of transformers may have more entries."""
-    sums = [f"{p.double().sum().item():.6g}" for p in model.parameters()]
-    entries, defaults = model.config.to_dict().items(), type(model.config)().to_dict().items()
-    config = sorted(x for x in entries if x not in defaults and x[0] not in OF_FILES)
-    stops = model.generation_config.eos_token_id
-    return sha256(repr([sums, config, stops, *more]).encode()).hexdigest()[:6]
+def mark_of(name, *more):
+    """A mark of a model that changes with every byte of its files (weights, config, stop tokens,
+    tokenizer and chat template), and with what else is given."""
+    digest = sha1(repr(more).encode())  # faster than others, and nobody forges a model here
+    files = [find_file(name, file) for file in OF_A_MODEL] + weight_files(name)
+    for path in (each for each in files if each and Path(each).stat().st_size):
+        content = numpy.memmap(path, mode="r")  # without a copy
+        digest.update(f"{Path(path).name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()[:6]
 
 
 def check_resumed(out, flags, may_change, last_step):
     """Refuse to resume a run with other flags, except those in may_change, or with other data or
     another base (a fingerprint among the flags)."""
     config = read_config(out)
-    done, last = max(checkpoints(out), default=(0, out))
-    older = f"{last} was saved by an older version, which can go on with it"
-    require(not done or (last / LOGGED).is_file(), older)
+    done = max((step for step, _ in checkpoints(out)), default=0)
     before = config | config["flags"]
     changed = [
         f"{name} was {before.get(name)} and is {value}"
@@ -60,10 +63,11 @@ def check_resumed(out, flags, may_change, last_step):
     say(f"resuming after step {done}")
 
 
-def training_state(policy, optimizer):
-    """The sharded weights and Adam's state by parameter name, without copies. Before Adam's first
-    step there is no state. (torch would make it, by a step that Adam then counts.)"""
-    weights = dict(policy.named_parameters())
+def training_state(policy, optimizer, mark):
+    """The sharded weights and Adam's state by parameter name, without copies, and the mark of the
+    model that is saved beside them. Before Adam's first step there is no state. (torch would make
+    it, by a step that Adam then counts.)"""
+    weights = dict(policy.named_parameters()) | {"mark": torch.tensor(int(mark, 16))}
     if not optimizer.state:
         return weights
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -83,10 +87,12 @@ def save_checkpoint(out, step, keep, logged, actor, tokenizer, policy, optimizer
     directory = out / "checkpoints" / f"step-{step}"
     partial = directory.with_name(f"partial-{directory.name}")
     try:
-        dcp.save(training_state(policy, optimizer), checkpoint_id=partial / "training")
         policy.save_adapter(partial / "adapter")  # with --lora
         if is_rank_0():
             export(actor, tokenizer, partial)
+        [mark] = all_gather([mark_of(partial)] if is_rank_0() else [])
+        dcp.save(training_state(policy, optimizer, mark), checkpoint_id=partial / "training")
+        if is_rank_0():
             (partial / LOGGED).write_text(json.dumps(logged))
     # A full disk raises errors of many types; CheckpointException derives from BaseException.
     except (Exception, CheckpointException) as error:
@@ -119,7 +125,10 @@ def load_checkpoint(out, policy, optimizer):
         for name, parameter in policy.named_parameters():
             if f"state.{name}.step" not in saved:  # as it never had a finite gradient
                 optimizer.state.pop(parameter, None)
-        dcp.load(training_state(policy, optimizer), checkpoint_id=training)
+        state, mark = training_state(policy, optimizer, "0"), mark_of(directory)
+        dcp.load(state, checkpoint_id=training)
+        changed = f"it belongs to other files than those of the model in {directory}"
+        require(state["mark"].item() == int(mark, 16), changed)
     except (Exception, CheckpointException) as error:  # a broken file raises errors of many types
         helps = f"restore its files, or remove {directory}"
         raise InputError(f"{training}: {reason(error)}; {helps}") from error

@@ -2,10 +2,16 @@
 check_training and cer.check_scoring raise an error if it is not. try_slots says why engine/slots.py
 cannot sample from it."""
 
+import json
+import logging
+from pathlib import Path
+
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from engine.sampling import generate, sampling_config
@@ -31,15 +37,65 @@ def check_tokens(name, tokenizer):
 def check_config(name, config):
     is_quantized = getattr(config, "quantization_config", None)
     require(not is_quantized, f"the model {name} is quantized: take its original in bf16 or fp32")
+    router = getattr(config, "output_router_logits", False)  # whose loss would be added
+    require(not router, f"{name}/config.json: set output_router_logits to false")
+    # The library would read a broken file as none, and forget at which tokens the model stops.
+    if path := find_file(name, "generation_config.json"):
+        with as_input_error(f"{path}: expected JSON"):
+            json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def check_weights(name, info):
+def refuse_unknown(record):
+    """The library warns of settings of RoPE that it does not use, and goes on without them."""
+    message = record.getMessage()
+    require("Unrecognized" not in message, f"config.json: {message}")
+    return True
+
+
+OF_ROPE = logging.getLogger("transformers.modeling_rope_utils")
+OF_ROPE.setLevel(logging.WARNING)  # what else it warns of is shown
+OF_ROPE.addFilter(refuse_unknown)
+
+
+def find_file(name, file):
+    """The path of a file of a model, or None if the model has none."""
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+
+def weight_files(name):
+    """The files that hold the weights of a model."""
+    single, index = (find_file(name, f"model.safetensors{end}") for end in ("", ".index.json"))
+    both = "model.safetensors and model.safetensors.index.json: remove the one that is out of date"
+    require(not (single and index), f"two sets of weights, {both}")
+    if not index:
+        return [single] if single else []
+    shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
+    return [cached_file(name, shard) for shard in sorted({*shards})]
+
+
+def check_weights(name, info, model, files):
     """info: what from_pretrained has found, without what it knows to be harmless, which are the
-    frequencies of RoPE, and a head that is tied to the embeddings and equal to them."""
+    frequencies of RoPE, and a head that is tied to the embeddings and equal to them. The model must
+    hold what the files hold, up to the rounding to another type."""
     lost = [*info["missing_keys"], *info["mismatched_keys"]]
     for names, what in (lost, "lacks"), (info["unexpected_keys"], "has no use for"):
         some = sorted(map(str, names))[:2]
         require(not names, f"the model {name} {what} {len(names)} weights, such as {some}")
+    inside = f"{model.base_model_prefix}."  # may be left out in a file
+    loaded = revert_weight_conversion(model, model.state_dict())  # with the names of the files
+    loaded = {key.removeprefix(inside): weight for key, weight in loaded.items()}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for key in file.keys():
+                held = loaded.get(key.removeprefix(inside))
+                if held is None:  # known to be harmless
+                    continue
+                stored = file.get_tensor(key)
+                dtype = stored.dtype if stored.itemsize < held.itemsize else held.dtype
+                pair = stored.to(dtype), held.to(dtype)
+                equal = torch.equal(*pair) or torch.allclose(*pair, rtol=0, atol=0, equal_nan=True)
+                differs = f"{Path(path).name} holds another {key} than what is loaded"
+                require(equal, f"the model {name}: {differs} (a second copy, or set anew?)")
 
 
 # ------------------------------------------------------------------------------- does it sample so
@@ -66,7 +122,9 @@ def check_sampling(model, tokenizer):
     both = dict(output_logits=True, output_scores=True, return_dict_in_generate=True)
     config = sampling_config(max_new_tokens=2, **both)
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
-    layers = {type(layer) for layer in out.past_key_values.layers}
+    cache = out.past_key_values
+    require(type(cache) is DynamicCache, f"it needs a cache of its own, {type(cache).__name__}")
+    layers = {type(layer) for layer in cache.layers}
     require(layers == {DynamicLayer}, "it needs full attention in all layers (no sliding window)")
     for logits, scores in zip(out.logits, out.scores):
         require(torch.equal(logits[:, :ids], scores[:, :ids]), "generate() changes its logits")

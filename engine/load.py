@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine import slots
-from engine.checks import check_config, check_tokens, check_weights, try_slots
+from engine.checks import check_config, check_tokens, check_weights, try_slots, weight_files
 from engine.lora import LoraPolicy
 from engine.policy import Policy
 from runtime.cli import as_input_error, require, say
@@ -67,16 +68,36 @@ def load_tokenizer(name):
 
 
 def load_model(name, device, dtype):
-    """Load a Hugging Face causal language model, in eval mode."""
+    """Load a Hugging Face causal language model, in eval mode. dtype: a torch dtype, or "auto",
+    which is that of its files. (The library's "auto" is what config.json says.)"""
     check_config(name, from_pretrained(AutoConfig, name))
+    with as_input_error(f"cannot load the model {name}"):
+        files = weight_files(name)
+        stored = stored_dtype(files)
+    dtype = stored if dtype == "auto" else dtype
     options = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
     options["ignore_mismatched_sizes"] = True  # check_weights refuses them
     model, info = from_pretrained(AutoModelForCausalLM, name, output_loading_info=True, **options)
-    check_weights(name, info)
+    check_weights(name, info, model, files)
     model = model.to(device).eval()
     model.set_attn_implementation("sdpa")  # a config's `_attn_implementation` overrides the option
     fuse_norms(model)
     return model
+
+
+TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
+
+
+def stored_dtype(files):
+    """The type in which training reads these files: that of all their tensors if it has two bytes,
+    else fp32."""
+    found = set()
+    for path in files:
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(key).get_dtype() for key in file.keys()}
+    other = sorted(found - {*TYPES})
+    require(not other, f"weights in {other} are quantized: take the original in bf16 or fp32")
+    return TYPES[found.pop()] if len(found) == 1 else torch.float32
 
 
 @torch.no_grad()
@@ -111,11 +132,13 @@ def reset_generation_config(model, tokenizer):
     scoring leaves them in the softmax.)"""
     model.tokenizer_size = 1 + max(tokenizer.get_vocab().values())
     stops = model.generation_config.eos_token_id  # None, an id or a list
+    stops = stops if isinstance(stops, list) else [stops]
+    are_ids = all(i is None or type(i) is int for i in stops)
+    require(are_ids, f"expected the ids of tokens as eos_token_id, got {stops}")
     # A base model ends its text with one token, a chat model its turn with another. Stop at either,
     # and at padding, which some models write in place of an end.
-    stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
-    stops |= {tokenizer.pad_token_id, turn_end(tokenizer)}
-    known = [i for i in stops - {None} if i < model.tokenizer_size]
+    stops = {*stops, tokenizer.eos_token_id, tokenizer.pad_token_id, turn_end(tokenizer)}
+    known = [i for i in stops - {None} if 0 <= i < model.tokenizer_size]
     usable = sorted(i for i in known if is_control(tokenizer, i))
     ordinary = [tokenizer.decode([i]) for i in known if i not in usable]
     only = f", only ordinary text ({ordinary})" if ordinary else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch.distributed.fsdp import fully_shard
 
 from engine.policy import completion_logprobs, spread
@@ -101,8 +101,9 @@ class LoraPolicy(torch.nn.Module):
         base = Path(actor.name_or_path)  # an id on the hub, or a directory
         config["base_model_name_or_path"] = str(base.resolve() if base.is_dir() else base)
         if is_rank_0():
-            directory.mkdir(exist_ok=True)
-            save_file(tensors, directory / "adapter_model.safetensors")
+            directory.mkdir(parents=True, exist_ok=True)
+            # save_file would keep others from reading it.
+            (directory / "adapter_model.safetensors").write_bytes(save(tensors))
             (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -2,6 +2,7 @@
 sampled at a time, and whether the host and the disk are large enough."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -40,16 +41,19 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False, l
             needed = (fixed + tokens * of_token) / 1e9
             line = f"memory: {tokens:,} tokens in a micro-batch, about {needed:.3g} of "
             line += f"{free / 1e9:.3g} GB beside the actor"
+            # On the host the policy is loaded in the type of its files, mostly the actor's.
+            held, what = actor.dtype.itemsize * actor.num_parameters(), "the policy's weights"
             if offload:
                 # 16 bytes for each parameter, and more since pinned memory comes in powers of two.
-                held = 20 * actor.num_parameters() / dist.get_world_size()
-                require(not (lack := host_lacks("policy and Adam", held)), lack)
+                held += 20 * actor.num_parameters() / dist.get_world_size()
+                what = "policy and Adam"
                 line += "; policy and Adam in CPU memory"
             elif lora:
                 held = sum(weight.nbytes for weight in actor.base_model.layers.parameters())
-                require(not (lack := host_lacks("the loaded weights", held)), lack)
+                what = "the loaded weights"
             elif stay := moments_stay(actor):
                 line += f"; {stay}"
+            require(not (lack := host_lacks(what, held)), lack)
             return tokens, offload, line
     need = f"{least} tokens in a micro-batch need about {(fixed + least * of_token) / 1e9:.3g} GB"
     helps = "shorter rows or a smaller model" if lora else "--lora 32 or more GPUs (torchrun)"
@@ -86,34 +90,42 @@ def memory_needed(actor, cpu_offload, ranks, lora=None):
 
 def host_lacks(what, held):
     """What the host lacks to hold this, so many bytes for each rank, or None."""
-    need, memory = held * int(os.environ.get("LOCAL_WORLD_SIZE", 1)), host_memory()
-    if need > memory:
-        return f"{what} need about {need / 1e9:.3g} of {memory / 1e9:.3g} GB of CPU memory"
+    need, free = held * int(os.environ.get("LOCAL_WORLD_SIZE", 1)), free_on_host()
+    if need > free:
+        return f"{what} need about {need / 1e9:.3g} of {free / 1e9:.3g} GB of free CPU memory"
 
 
-LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # cgroups 2, 1
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# A container's limit, and what it uses, in versions 2 and 1.
+OF_CGROUPS = (".", "max", "current"), ("memory", "limit_in_bytes", "usage_in_bytes")
 
 
-def host_memory():
-    """The bytes of the host's memory, or of the container's, where that has a limit."""
-    texts = [Path(limit).read_text().strip() for limit in LIMITS if Path(limit).is_file()]
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([pages, *(int(text) for text in texts if text.isdigit())])
+def free_on_host():
+    """The bytes of memory that are free on the host, or in the container, where that has a limit.
+    What only keeps files at hand counts as free."""
+    free = [1024 * int(re.search(r"MemAvailable: *(\d+)", MEMINFO.read_text())[1])]
+    for folder, *names in OF_CGROUPS:
+        limit, used, kinds = (CGROUP / folder / f"memory.{name}" for name in (*names, "stat"))
+        if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+            of_files = re.search(r"^(total_)?inactive_file (\d+)", kinds.read_text(), re.M)[2]
+            free.append(int(most) - int(used.read_text()) + int(of_files))
+    return min(free)
 
 
 def moments_stay(actor):
-    """Why Adam's moments have to stay on the GPU while engine/slots.py samples, or None."""
+    """Why Adam's moments have to stay on the GPU while the actor samples, or None."""
     # Of each rank one buffer of 8 bytes for each parameter, rounded up to a power of two.
     share = actor.num_parameters() / dist.get_world_size()
-    if lack := host_lacks("they", 2 ** int(8 * share).bit_length()):
-        return f"Adam's moments stay on the GPU while it samples: {lack}"
+    lack = host_lacks("they", 2 ** int(8 * share).bit_length())
+    if getattr(actor, "sample_pieces", None) is None:
+        lack = "generate() has no use for the room"
+    return lack and f"Adam's moments stay on the GPU while it samples: {lack}"
 
 
 def moments_can_leave(actor, cpu_offload):
     """Whether Adam's moments may lie in CPU memory while engine/slots.py samples, to make room for
     its keys and values."""
-    in_slots = getattr(actor, "sample_pieces", None) is not None
-    return in_slots and not cpu_offload and not moments_stay(actor)
+    return not cpu_offload and not moments_stay(actor)
 
 
 def check_disk(actor, out, most, lora=None):

@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig, StaticCache
 
 from engine.memory import bytes_that_fit, row_bytes
-from engine.tokens import batches, pad
+from engine.tokens import batches, pad, positions
 from runtime.cli import progress
 
 
@@ -119,8 +119,3 @@ def read_once(model, so_far, ids, mask, cache):
     )
     copies = [different.index(row) for row in rows]
     cache.reorder_cache(torch.tensor(copies, device=model.device))
-
-
-def positions(model):
-    """How many tokens a row may have."""
-    return getattr(model.config, "max_position_embeddings", None) or float("inf")

@@ -171,3 +171,8 @@ def batches(items, size, budget):
         batch.append(item)
     if batch:
         yield batch
+
+
+def positions(model):
+    """How many tokens a row may have."""
+    return getattr(model.config, "max_position_embeddings", None) or float("inf")

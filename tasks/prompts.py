@@ -6,7 +6,7 @@ import re
 
 from transformers.utils import chat_template_utils
 
-from engine.sampling import positions
+from engine.tokens import positions
 from runtime.cli import as_input_error, progress, require, say, shorten
 
 # The wording of the paper's authors, from their code (the paper does not give it).

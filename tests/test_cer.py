@@ -52,6 +52,35 @@ def test_scores_equal_naive_full_forwards(device, tokenizer, family, tied):
     assert (fast - naive).abs().max() < 1e-4
 
 
+def test_an_answer_for_which_there_is_no_room_is_never_written(tokenizer):
+    """A model has no positions for it after the longest context. Sampling ends there, too."""
+    contexts, tokens = contexts_of(tokenizer), vocabulary(tokenizer).encode("{14 eggs")
+    room = max(map(len, contexts)) + len(tokens)
+    for positions, last in (room, True), (room - 1, False):
+        model = tiny_model(len(tokenizer), max_position_embeddings=positions)
+        scores = answer_logprobs(model, tokenizer, contexts, ["14 eggs"])[0]
+        for context, score in zip(contexts, scores.tolist()):
+            if len(context) == max(map(len, contexts)) and not last:
+                assert score == -math.inf
+            else:
+                naive = log_pi(model, tokenizer, context, "14 eggs").item()
+                assert score == pytest.approx(naive, abs=1e-4)
+
+
+def test_a_long_answer_does_not_part_the_contexts(tokenizer, monkeypatch):
+    """All are read together, as beside a usual pass, so that their prompt is read once."""
+    contexts, answers = contexts_of(tokenizer)[:4], ["14", "9", "1, 2, 3 and " * 9]
+    model = tiny_model(len(tokenizer))
+    expected = answer_logprobs(model, tokenizer, contexts, answers)
+    monkeypatch.setattr(cer, "ANSWER_TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr(cer, "TOKENS_AT_ONCE", 4 * (max(map(len, contexts)) + 20))
+    read = mock.Mock(side_effect=cer.read_contexts)
+    monkeypatch.setattr(cer, "read_contexts", read)
+    scores = answer_logprobs(model, tokenizer, contexts, answers)
+    assert torch.allclose(scores, expected, atol=1e-4)
+    assert [len(call.args[1]) for call in read.call_args_list] == [4]
+
+
 def test_scores_equal_naive_with_a_tokenizer_like_qwens(qwen_tokenizer):
     """It merges braces. The embeddings have rows for which there are no tokens."""
     rows = len(vocabulary(qwen_tokenizer).bytes) + 11

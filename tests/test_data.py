@@ -312,7 +312,8 @@ def test_two_names_for_one_thing_are_left_out_and_counted(load_rows, capsys, nam
 
 
 def test_data_sets_may_be_separated_by_a_comma_and_a_space(monkeypatch):
-    read, args = mock.Mock(), mock.Mock(dataset="toy, ~/rows.csv,toy-test")
+    args = mock.Mock(dataset="toy, ~/rows.csv,toy-test", examples=None)
+    read = mock.Mock(return_value=[])
     monkeypatch.setattr(evaluate, "load_problems", read)
     monkeypatch.setattr(evaluate, "init_ranks", mock.Mock())
     monkeypatch.setattr(evaluate, "open_run_directory", mock.Mock(side_effect=InputError))

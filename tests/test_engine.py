@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import re
 
 import pytest
@@ -98,6 +97,9 @@ def test_transformers_4_finds_what_it_needs(
     export(model, qwen_tokenizer, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["rope_theta"], config.get("rope_scaling")) == (1e6, scaling)
+    assert "rope_parameters" not in config  # each setting stands once
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(modes) == 1, modes
     assert config.get("num_experts") == settings.get("num_local_experts")
     of_tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -113,6 +115,27 @@ def test_transformers_4_finds_what_it_needs(
         assert spelled[0] == spelled[1]
     assert tokenizer.chat_template == qwen_tokenizer.chat_template
     assert tokenizer.all_special_tokens == qwen_tokenizer.all_special_tokens
+
+
+def test_transformers_4_finds_the_rope_of_full_attention(tokenizer, tmp_path, capsys):
+    """Where each kind of attention has its own. Of Nemotron it would scale none, and a line says
+    so."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    for family in "olmo3", "nemotron":
+        rope, more = yarn | {"rope_theta": 5e5}, {}
+        if family == "olmo3":
+            default = {"rope_type": "default", "rope_theta": 1e4}
+            rope = {"full_attention": rope, "sliding_attention": default}
+            more = {"layer_types": ["full_attention"] * 2, "sliding_window": 64}
+        model = tiny_model(len(tokenizer), family, rope_parameters=rope, **more)
+        export(model, tokenizer, tmp_path / family)
+        config = json.loads((tmp_path / family / "config.json").read_text())
+        scaling = {each: config["rope_scaling"][each] for each in yarn}
+        assert (config["rope_theta"], scaling) == (5e5, yarn)
+        again, ids = load.load_model(tmp_path / family, "cpu", "auto"), torch.arange(90)[None]
+        assert torch.equal(again(ids).logits, model(ids).logits)
+        says = "only transformers 5 reads the scaling of its RoPE"
+        assert (says in capsys.readouterr().err) == (family == "nemotron")
 
 
 CLASSES = ("GPT2Tokenizer", "qwen3"), ("Qwen2Tokenizer", "llama"), ("TokenizersBackend", "qwen2")
@@ -474,6 +497,7 @@ FAMILIES = [  # family, settings, why it is refused
     ("granite", {"logits_scaling": 1.05}, "its logits are not lm_head of"),
     ("nanochat", {}, "its logits are not lm_head of"),  # a soft cap
     ("qwen3_next", EXPERTS, "Linear"),
+    ("minimax", EXPERTS, "it needs a cache of its own, MiniMaxCache"),
     ("mistral", {"sliding_window": 8}, "it needs full attention in all layers"),
     ("gpt2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, "not laid out as Llama"),
     ("qwen3", {"attention_dropout": 0.1}, "dropout and router noise must be 0"),
@@ -589,7 +613,7 @@ def test_moments_on_the_host_change_no_step(monkeypatch):
     trained.model.sample_pieces = slots.sample_pieces
     buffer = 2 ** (8 * size).bit_length() // size  # bytes of a parameter, 8 to 16
     for times, offload, may in (buffer + 1, False, True), (99, True, False), (7, False, False):
-        monkeypatch.setattr(os, "sysconf", lambda name, n=times: n * size if "PHYS" in name else 1)
+        monkeypatch.setattr(memory, "free_on_host", lambda n=times: n * size)
         assert memory.moments_can_leave(trained.model, offload) == may
     said = "moments stay on the GPU while it samples: they need about"
     assert said in memory.moments_stay(trained.model)
@@ -603,16 +627,22 @@ def test_memory_and_disk_of_the_host_are_checked(tmp_path, monkeypatch):
     assert said in memory.check_disk(actor, tmp_path, 5)
     with pytest.raises(InputError, match="more checkpoints .* GB: use a smaller --keep"):
         memory.check_disk(actor, tmp_path, 10**9)
-    bytes_of_host = iter([21 * size, 19 * size])
-    monkeypatch.setattr(os, "sysconf", lambda name: next(bytes_of_host) if "PHYS" in name else 1)
-    assert memory.host_lacks("they", 20 * size) is None
-    assert "they need about " in memory.host_lacks("they", 20 * size)
-    limit = tmp_path / "memory.max"  # of a container
-    monkeypatch.setattr(memory, "LIMITS", [limit, tmp_path / "none"])
-    monkeypatch.setattr(os, "sysconf", lambda name: 21 * size if "PHYS" in name else 1)
-    for text, lacks in ("max\n", False), (f"{19 * size}\n", True):
-        limit.write_text(text)
-        assert bool(memory.host_lacks("they", 20 * size)) == lacks
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    meminfo = f"MemTotal: {9 * size} kB\nMemFree: 1 kB\nMemAvailable:   {size} kB\n"
+    (tmp_path / "meminfo").write_text(meminfo)
+    assert memory.free_on_host() == 1024 * size
+    # A container may have 100, and uses 85, of which 7 only keep files at hand.
+    (tmp_path / "memory.current").write_text(f"{85 * size}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {7 * size}\nactive_file 3\n")
+    for limit, free in ("max", 1024), (100 * size, 22):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert memory.free_on_host() == free * size
+    assert memory.host_lacks("they", 21 * size) is None
+    assert "they need about " in memory.host_lacks("they", 23 * size)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory.host_lacks("they", 11 * size) is None
+    assert "GB of free CPU memory" in memory.host_lacks("they", 12 * size)
 
 
 def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path):
@@ -630,6 +660,137 @@ def test_weights_that_are_missing_or_not_numbers_are_refused(tokenizer, tmp_path
         save_file(changed, path, {"format": "pt"})
         with pytest.raises(InputError, match=says):
             load.load(tmp_path, "cpu", checks.check_sampling)
+
+
+SHARDS = [f"model-0000{k}-of-00002.safetensors" for k in (1, 2)]
+
+
+def two_shards(directory, weights, more):
+    """Weights in two files and an index. more: what the second file holds besides."""
+    (directory / "model.safetensors").unlink(missing_ok=True)
+    names = sorted(weights)
+    half = len(names) // 2
+    index = {name: SHARDS[k >= half] for k, name in enumerate(names)}
+    content = {"metadata": {"total_size": 1}, "weight_map": index}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(content))
+    for shard, part, other in (SHARDS[0], names[:half], {}), (SHARDS[1], names[half:], more):
+        held = {name: weights[name] for name in part} | other
+        save_file(held, directory / shard, {"format": "pt"})
+
+
+def test_what_is_loaded_is_what_the_files_hold(tokenizer, tmp_path):
+    """The library reads a single file where an index lies beside it; of a tensor in two shards, or
+    under two names, the one that comes last; whole numbers as they are; and Youtu's row of the
+    padding as zeros."""
+    path = save(tmp_path, tiny_model(len(tokenizer)), tokenizer) / "model.safetensors"
+    weights = load_file(path)
+    norm, other = "model.norm.weight", torch.full((32,), 2.0)
+    cases = [
+        ({"norm.weight": other}, "holds another (model.)?norm.weight than what is loaded"),
+        ({norm: other.to(torch.int8)}, r"weights in \['I8'\] are quantized"),
+        ({norm: other.to(torch.float8_e4m3fn)}, r"weights in \['F8_E4M3'\] are quantized"),
+    ]
+    for changed, says in cases:
+        save_file(weights | changed, path, {"format": "pt"})
+        with pytest.raises(InputError, match=says):
+            load.load(tmp_path, "cpu")
+    save_file({n.removeprefix("model."): w for n, w in weights.items()}, path, {"format": "pt"})
+    assert torch.equal(load.load(tmp_path, "cpu")[0].model.norm.weight, weights[norm])
+    two_shards(tmp_path, weights, {})
+    assert torch.equal(load.load(tmp_path, "cpu")[0].model.norm.weight, weights[norm])
+    first = sorted(weights)[0]
+    two_shards(tmp_path, weights, {first: weights[first] + 1})
+    with pytest.raises(InputError, match=f"holds another {first} than what is loaded"):
+        load.load(tmp_path, "cpu")
+    save_file(weights, path, {"format": "pt"})
+    both = "two sets of weights, model.safetensors and model.safetensors.index.json: remove"
+    with pytest.raises(InputError, match=both):
+        load.load(tmp_path, "cpu")
+
+
+def test_a_row_that_the_library_sets_anew_is_refused(tokenizer, tmp_path):
+    latent = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8)
+    model = tiny_model(
+        len(tokenizer), "youtu", v_head_dim=8, num_key_value_heads=4, pad_token_id=0, **latent
+    )
+    save(tmp_path, model, tokenizer)
+    load.load(tmp_path, "cpu")
+    model.get_input_embeddings().weight.data[0] = 1.0
+    save(tmp_path, model, tokenizer)
+    with pytest.raises(InputError, match="another model.embed_tokens.weight than what is loaded"):
+        load.load(tmp_path, "cpu")
+
+
+TYPES = [  # of the files: of the norms, and of all else; what config.json says -> of the policy
+    (torch.float32, torch.float32, "bfloat16", torch.float32),
+    (torch.float32, torch.float32, "float16", torch.float32),
+    (torch.bfloat16, torch.bfloat16, "float32", torch.bfloat16),
+    (torch.float16, torch.float16, "bfloat16", torch.float16),
+    (torch.float32, torch.bfloat16, "bfloat16", torch.float32),
+    (torch.float64, torch.float64, "float64", torch.float32),
+]
+
+
+@pytest.mark.parametrize("norms, others, said, dtype", TYPES)
+def test_training_begins_with_the_weights_of_the_files(
+    tokenizer, tmp_path, norms, others, said, dtype
+):
+    model = tiny_model(len(tokenizer), initializer_range=0.1)
+    model.model.norm.weight.data += 1e-4
+    path = save(tmp_path, model, tokenizer) / "model.safetensors"
+    stored = {n: w.to(norms if w.dim() == 1 else others) for n, w in load_file(path).items()}
+    save_file(stored, path, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"dtype": said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load.load_model(tmp_path, "cpu", "auto").dtype == dtype
+    for flag, limit in ("fp32", 0), ("bf16", 2**-8):
+        actor, _ = load.load(tmp_path, "cpu", dtype=flag)
+        trained = load.make_policy(tmp_path, actor, False, None, "dither", 0)
+        for name, weight in stored.items():
+            began = trained.model.get_parameter(name).full_tensor()
+            assert began.dtype == torch.float32
+            assert torch.allclose(began, weight.float(), rtol=limit, atol=0), (flag, name)
+
+
+REFUSED = [  # file, what is in it, what is said
+    (
+        "generation_config.json",
+        '{"eos_token_id": [1, 0], "temp',
+        "generation_config.json: expected",
+    ),
+    ("generation_config.json", "", "generation_config.json: expected JSON"),
+    ("generation_config.json", '{"eos_token_id": "<eos>"}', "expected the ids of tokens as eos_to"),
+    (
+        "generation_config.json",
+        '{"eos_token_id": [[1]]}',
+        "expected the ids of tokens as eos_token",
+    ),
+    ("config.json", {"attn_factor": 0.5}, "Unrecognized keys .*yarn.*attn_factor"),
+    ("config.json", {"facto": 8.0}, "Unrecognized keys .*yarn.*facto"),
+]
+
+
+@pytest.mark.parametrize("file, content, says", REFUSED)
+def test_what_the_library_only_warns_of_is_refused(tokenizer, tmp_path, file, content, says):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    yarn["rope_theta"] = 1e4
+    model = tiny_model(len(tokenizer), rope_parameters=yarn)
+    path = save(tmp_path, model, tokenizer, eos_token_id=tokenizer.eos_token_id) / file
+    load.load(tmp_path, "cpu")
+    if file == "config.json":
+        config = json.loads(path.read_text())
+        config["rope_parameters"] |= content
+        content = json.dumps(config)
+    path.write_text(content)
+    with pytest.raises(InputError, match=says):
+        load.load(tmp_path, "cpu")
+
+
+def test_a_routers_own_loss_is_refused(tokenizer, tmp_path):
+    experts = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    save(tmp_path, tiny_model(len(tokenizer), "mixtral", **experts), tokenizer)
+    with pytest.raises(InputError, match="set output_router_logits to false"):
+        load.load(tmp_path, "cpu")
 
 
 def test_quantized_weights_are_refused(tokenizer, tmp_path):

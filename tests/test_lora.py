@@ -207,7 +207,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(
     code, _, err = script(train, "--resume --out run --lora 2")
     assert code == 2 and "lora was 4 and is 2" in err, err
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints_of, "mark_of", lambda actor: "another")
+        patch.setattr(checkpoints_of, "mark_of", lambda name: "another")
         code, _, err = script(train, "--resume --out run")
         assert code == 2 and "and is another" in err, err
     code, _, err = script(train, "--resume --out run")
@@ -302,10 +302,11 @@ def test_a_4b_model_fits_into_24_gb(monkeypatch, tmp_path, card, says):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, None))
     monkeypatch.setattr(memory, "all_gather", lambda part: part)
+    monkeypatch.setattr(memory, "free_on_host", lambda: 8e9)
     try:
         _, offload, said = memory.plan_memory(actor, 6144, lora=32)
         assert not offload
-        with mock.patch.object(memory, "host_memory", lambda: 7e9):
+        with mock.patch.object(memory, "free_on_host", lambda: 7e9):
             with pytest.raises(InputError, match="the loaded weights need about 7.27 of 7 GB"):
                 memory.plan_memory(actor, 6144, lora=32)
     except InputError as error:

@@ -1,6 +1,7 @@
 """Runs of days: several ranks, kills, signals, full disks, gradients that are not finite."""
 
 import itertools
+import json
 import math
 import os
 import random
@@ -32,12 +33,12 @@ from processes import (
     two_updates,
     weights_of_a_new_policy,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import train
 from engine import policy
 from engine.checkpoints import load_checkpoint, mark_of, save_checkpoint
-from engine.load import load
 from engine.lora import LoraPolicy
 from reward_functions import REWARDS, Judged, Reward
 from rloo import TrainingRow, update
@@ -193,20 +194,69 @@ def test_the_model_that_began_a_run(script, quick, toy_model_dir, monkeypatch):
         assert code == 0 and f"{toy_model_dir}: " in err, err
         config = read_config("run")
         assert config["flags"]["model"] == str(toy_model_dir)
-        assert config["base"] == mark_of(load(toy_model_dir, "cpu")[0])
+        assert config["base"] == mark_of(toy_model_dir)
 
 
-def test_a_models_config_belongs_to_its_mark(toy_model_dir):
-    """Not where its files are, or in which type they are loaded."""
-    model, marks = load(toy_model_dir, "cpu")[0], []
-    before = mark_of(model)
-    model.config.name_or_path, model.config.dtype = "elsewhere", torch.bfloat16
-    assert mark_of(model) == before
-    for name, value in ("rms_norm_eps", 1e-2), ("rope_parameters", {"rope_theta": 1e3}):
-        setattr(model.config, name, value)
-        marks.append(mark_of(model))
-    model.generation_config.eos_token_id = [0]
-    assert len({before, *marks, mark_of(model)}) == 4
+def exchange_rows(path):
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][[40, 41]] = weights["model.embed_tokens.weight"][[41, 40]]
+    save_file(weights, path, {"format": "pt"})
+
+
+def exchange_ids(path):
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["7"], vocab["8"] = vocab["8"], vocab["7"]
+    path.write_text(json.dumps(content))
+
+
+def set_theta(path):
+    config = json.loads(path.read_text())
+    config["rope_theta"] = 50.0
+    path.write_text(json.dumps(config))
+
+
+EDITS = {
+    "model.safetensors": exchange_rows,
+    "tokenizer.json": exchange_ids,
+    "config.json": set_theta,
+    "generation_config.json": lambda path: path.write_text('{"eos_token_id": 0}'),
+    "chat_template.jinja": lambda path: path.write_text(path.read_text() + "{# #}"),
+}
+
+
+def test_a_mark_changes_with_every_file_of_a_model(toy_model_dir, tmp_path):
+    """Not with where they are, nor with other files."""
+    copy = shutil.copytree(toy_model_dir, tmp_path / "copy")
+    (copy / "README.md").write_text("My model")
+    before = mark_of(copy)
+    assert before == mark_of(str(toy_model_dir)) != mark_of(copy, "a prompt")
+    others = set()
+    for file, edit in EDITS.items():
+        edited = shutil.copytree(toy_model_dir, tmp_path / f"other-{file}")
+        edit(edited / file)
+        others.add(mark_of(edited))
+    assert len(others - {before}) == len(EDITS)
+
+
+@pytest.mark.parametrize("file", EDITS)
+def test_a_run_does_not_go_on_from_an_edited_checkpoint(script, finished_run, file):
+    last = shutil.copytree(finished_run, Path("run")) / "checkpoints" / "step-4"
+    EDITS[file](last / file)
+    code, _, err = script(train, "--out run --resume --steps 5")
+    says = "training: it belongs to other files than those of the model in .*step-4; restore"
+    assert code == 2 and re.search(says, err.splitlines()[-1]), err
+
+
+def test_the_state_of_a_training_belongs_to_its_step(script, finished_run):
+    """Also if the step's own logged.json is kept."""
+    steps = sorted(shutil.copytree(finished_run, Path("run")).glob("checkpoints/step-*"))
+    logs = (steps[-1] / "training" / "logged.json").read_text()
+    shutil.rmtree(steps[-1] / "training")
+    shutil.copytree(steps[-2] / "training", steps[-1] / "training")
+    (steps[-1] / "training" / "logged.json").write_text(logs)
+    code, _, err = script(train, "--out run --resume --steps 5")
+    assert code == 2 and "it belongs to other files" in err.splitlines()[-1], err
 
 
 def test_the_wrong_directory_gets_the_right_one(script, finished_run, toy_model_dir):
