@@ -17,68 +17,63 @@ import torch.distributed as dist
 from engine.checks import check_sampling
 from engine.load import add_flags, load
 from engine.sampling import positions
-from reward_functions import REWARDS, R_by_name, ask_judges
+from reward_functions import ask_judges
 from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.samples import group_line, of_questions, sample_table, say_grade
-from tasks.data import NAMES, load_problems
+from tasks.data import NAMES, load_examples, load_problems, with_examples
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
-AT_ONCE = 8  # questions that a rank of judge.py samples before they are on the disk
 # Samples of a rank of evaluate.py: as many as engine/slots.py decodes together. Each time it waits
 # for the longest of them.
 SAMPLES_AT_ONCE = 512
 RUNS = {"letter": 1, "toy-rule": 4, "toy-truth": 4}  # samples per question, by verifier; else 16
 
 
-def sample_and_judge(
-    model, tokenizer, problems, N, tokens, names=(), verifier_model=None, write=None, **sampling
-):
-    """Sample every problem N times, and judge the samples -> lines of samples.jsonl in the order of
-    the problems, which the ranks share. names: the rewards to compute, of which the first is
-    also stored as "R". verifier_model: see ask_judges. sampling: see engine.sampling.generate.
-    write: what is called with the lines of some problems before the next are sampled. Without it
-    all are sampled together."""
+def in_batches(problems, at_once, to_lines):
+    """Yield the lines of samples.jsonl of some problems at a time, in the order of the problems.
+    The ranks share a batch, at_once problems each, and all get its lines, so that these are written
+    before the next batch is sampled. to_lines: a list of problems -> a line for each."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    judges = {"verifier"}.union(*(REWARDS[name].judges for name in names))
-    at_once = (AT_ONCE if names else max(1, SAMPLES_AT_ONCE // N)) * world
-    at_once = at_once if write else len(problems)
-    turns, lines = range(0, len(problems), at_once), []
-    for start in cli.progress("questions", turns) if write else turns:
-        mine = problems[start : start + at_once][rank::world]
-        groups, batch = sample(model, tokenizer, mine, N, tokens, **sampling), []
-        judged = ask_judges(groups, judges, model, tokenizer, verifier_model=verifier_model)
-        for k, of_group in enumerate(judged):
-            line = group_line(of_group, index=start + rank + world * k)
-            if names:
-                line["rewards"] = {name: R_by_name(name, [of_group])[0].tolist() for name in names}
-                line["R"] = line["rewards"][names[0]]
-            batch.append(line)
-        batch = sorted(all_gather(batch), key=lambda line: line["index"])
-        lines += batch
-        if write:
-            write(batch)
-    return lines
+    turns = range(0, len(problems), at_once * world)
+    for start in cli.progress("questions", turns) if len(turns) > 1 else turns:
+        mine = range(len(problems))[start : start + at_once * world][rank::world]
+        lines = zip(mine, to_lines([problems[i] for i in mine]))
+        lines = all_gather([line | {"index": i} for i, line in lines])
+        yield sorted(lines, key=lambda line: line["index"])
 
 
-def evaluate(model, tokenizer, problems, runs, max_new_tokens, seed, write=None, **sampling):
-    """Sample every problem `runs` times -> (summary, a line of each problem). write: see
-    sample_and_judge. sampling: temperature, top_p, top_k.
-
-    summary: pass_at_1 (mean over questions of the share of right samples), stderr (standard error
-    of that mean over questions), exact_match, answered and truncated (shares of samples), tokens
-    (mean length of a completion), questions, runs.
-    """
+def evaluation(model, tokenizer, problems, at_once, runs, tokens, seed, **sampling):
+    """Sample every problem `runs` times, and yield what in_batches does. sampling: temperature,
+    top_p, top_k."""
     seed_everything(seed, "evaluation")
-    sampling = dict(name="evaluation", write=write, **sampling)
-    lines = sample_and_judge(model, tokenizer, problems, runs, max_new_tokens, **sampling)
+
+    def to_lines(mine):
+        groups = sample(model, tokenizer, mine, runs, tokens, name="evaluation", **sampling)
+        return map(group_line, ask_judges(groups, {"verifier"}, model, tokenizer))
+
+    return in_batches(problems, at_once, to_lines)
+
+
+def summarize(lines):
+    """The numbers of an evaluation: pass_at_1 (mean over questions of the share of right samples),
+    stderr (its standard error: see of_questions), exact_match, answered and truncated (shares of
+    samples, too), tokens (mean length of a completion), questions, runs."""
     samples = sample_table(lines).rename(columns={"verbatim": "exact_match"})
-    means = samples[["exact_match", "answered", "truncated", "tokens"]].mean().to_dict()
+    by_case = samples.groupby("case")[["exact_match", "answered", "truncated", "tokens"]]
+    means = by_case.mean().mean().to_dict()
     pass_at_1, stderr = of_questions(samples)
     summary = {"pass_at_1": pass_at_1, "stderr": stderr} | means
-    return summary | {"questions": len(problems), "runs": runs}, lines
+    return summary | {"questions": samples.case.nunique(), "runs": len(lines[0]["texts"])}
+
+
+def evaluate(model, tokenizer, problems, *sizes):
+    """An evaluation of all problems together, sampled as in training -> (summary, a line for each
+    problem). sizes: runs, tokens and seed of evaluation()."""
+    [lines] = evaluation(model, tokenizer, problems, len(problems), *sizes)
+    return summarize(lines), lines
 
 
 # ------------------------------------------------------------------------- shared with judge.py
@@ -89,6 +84,7 @@ def add_model_and_data(add, most_tokens, written):
     add("--model", required=True, help="Hugging Face model id or directory")
     add("--dataset", required=True, help=f"comma-separated names ({NAMES}) or files")
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
+    add("--examples", help="file of worked examples, which stand before each question")
     cut = f"longer completions are cut off (default: {most_tokens}, or half of its positions)"
     add("--max-new-tokens", type=cli.number(int, 1), help=cut)
     add_flags(add)
@@ -100,7 +96,11 @@ def load_model_and_data(args, most_tokens, name, *checks):
     """-> the model, its tokenizer, {data set: problems that fit it}, a new directory."""
     device = init_ranks()
     names = [os.path.expanduser(each.strip()) for each in args.dataset.split(",")]
-    datasets = {each: load_problems(each, args.limit, args.verifier) for each in names}
+    examples = load_examples(args.examples)
+    datasets = {
+        each: with_examples(load_problems(each, args.limit, args.verifier), examples)
+        for each in names
+    }
     out = open_run_directory(args.out, name)
     model, tokenizer = load(args.model, device, *checks, dtype=args.dtype, sampler=args.sampler)
     args.max_new_tokens = args.max_new_tokens or int(min(most_tokens, positions(model) / 2))
@@ -128,12 +128,12 @@ def main():
     results, of_all = {}, []
     for name, problems in datasets.items():
         runs = args.runs or max(RUNS.get(problem.verifier, 16) for problem in problems)
-        sizes = runs, args.max_new_tokens, args.seed
-
-        def write(lines, name=name):
-            append_rows(out / "samples.jsonl", [{"dataset": name} | line for line in lines])
-
-        results[name], lines = evaluate(model, tokenizer, problems, *sizes, write, **sampling)
+        sizes = max(1, SAMPLES_AT_ONCE // runs), runs, args.max_new_tokens, args.seed
+        lines = []
+        for batch in evaluation(model, tokenizer, problems, *sizes, **sampling):
+            append_rows(out / "samples.jsonl", [{"dataset": name} | line for line in batch])
+            lines += batch
+        results[name] = summarize(lines)
         cli.say(f"{name}: pass@1 {results[name]['pass_at_1']:.3f}")
         of_all += lines
         # Save now, since the next data set may take hours.

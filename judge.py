@@ -18,15 +18,17 @@ import torch.distributed as dist
 from cer import check_scoring
 from engine.checks import check_sampling
 from engine.load import load
-from evaluate import add_model_and_data, load_model_and_data, sample_and_judge
-from reward_functions import REWARDS, check_asked
+from evaluate import add_model_and_data, in_batches, load_model_and_data
+from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
+from rollout import sample
 from runtime.files import append_rows, write_atomically
 from runtime.ranks import seed_everything
 from runtime.report import warning
-from runtime.samples import brief, sample_table, say_grade, tiny_reward_groups
+from runtime.samples import brief, group_line, sample_table, say_grade, tiny_reward_groups
 
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
+AT_ONCE = 8  # questions that a rank samples before they are on the disk
 FEW = 10  # fewer questions with right and wrong answers give no interval
 
 
@@ -46,7 +48,8 @@ def say_ratings(samples, path=None):
     both, table = rate_rewards(samples, names)
     if path:
         write_atomically(path, table.to_json(orient="index", indent=2, double_precision=15))
-    shares = samples[["answered", "right", "verbatim", "truncated"]].mean()
+    by_question = samples[["answered", "right", "verbatim", "truncated"]].groupby(level=0)
+    shares = by_question.mean().mean()
     sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
     print(f"{samples.index.nunique()} questions, {len(samples)} samples: {sampled}")
     print(f"{both} questions have both right and wrong answers; AUC is their mean")
@@ -113,6 +116,8 @@ def main():
     names = dict.fromkeys(args.rewards.replace(" ", "").split(","))
     names = sorted(names, key=lambda name: name != "cer")
     cli.require({*names} <= {*KNOWN}, f"--rewards: expected some of {', '.join(KNOWN)}")
+    idle = args.verifier_model and "asked" not in names
+    cli.require(not idle, "--verifier-model does nothing without the reward asked: leave it out")
     checks = check_sampling, check_scoring
     actor, tokenizer, datasets, out = load_model_and_data(args, 4096, "judge", *checks)
     problems = sum(datasets.values(), [])
@@ -126,18 +131,25 @@ def main():
             names.remove("asked")
     cli.require(names, "no reward is left to judge")
     seed_everything(args.seed, "judge")
-    sizes = args.samples, args.max_new_tokens
+    judges = {"verifier"}.union(*(REWARDS[name].judges for name in names))
 
-    def write(lines):
-        append_rows(out / "samples.jsonl", lines)
+    def to_lines(mine):
+        groups = sample(actor, tokenizer, mine, args.samples, args.max_new_tokens)
+        for judged in ask_judges(groups, judges, actor, tokenizer, None, verifier_model):
+            rewards = {name: R_by_name(name, [judged])[0].tolist() for name in names}
+            yield group_line(judged, rewards=rewards, R=rewards[names[0]])
 
-    lines = sample_and_judge(actor, tokenizer, problems, *sizes, names, verifier_model, write)
+    lines = []
+    for batch in in_batches(problems, AT_ONCE, to_lines):
+        append_rows(out / "samples.jsonl", batch)
+        lines += batch
     if cli.is_rank_0():
         say_ratings(sample_table(lines), path=out / "judge.json")
         say_grade(lines, out)
         print(f"all samples are in {out}")
         if with_columns := [k for k, line in enumerate(lines) if line.get("columns")]:
-            print(f"to draw one: python plot.py {out} --question {with_columns[0]}")
+            draw = cli.for_shell(out, "--question", with_columns[0])
+            print(f"to draw one: python plot.py {draw}")
     dist.destroy_process_group()
 
 

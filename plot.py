@@ -9,7 +9,7 @@ group in samples.jsonl; 0 is the first and -1 the last. Figures are SVG unless -
 ending.
 """
 
-from runtime.cli import Parser, printable, require, run_script, shorten  # isort: split
+from runtime.cli import Parser, printable, require, run_script, say, shorten  # isort: split
 
 import io
 import math
@@ -133,6 +133,10 @@ def draw_curves(runs, names, out):
     if they were logged. All metrics except pass@1 are means over the last ten steps."""
     tables = [pandas.DataFrame(read_log(run / "metrics.jsonl")) for run in runs]
     tables = [table.groupby("step").first() for table in tables]  # an evaluation is a line, too
+    last = max(table.index[-1] for table in tables)
+    for run, table in zip(runs, tables):
+        if table.index[-1] < last:
+            say(f"{run} ends at step {table.index[-1]} of {last}: later steps are drawn without it")
     panels = [key for key in PANELS if any(key in table for table in tables)]
     height = math.ceil(len(panels) / 4)
     figure = Figure(figsize=(13, 3.1 * height), layout="constrained")
@@ -148,10 +152,10 @@ def draw_curves(runs, names, out):
 
 
 def draw_seeds(axis, tables, key, label):
-    """Draw the mean of the seeds at the steps that all of them have, and a band."""
+    """Draw the mean of the seeds that have a step, and a band."""
     curves = [table[key].astype(float).dropna() for table in tables]
-    y = pandas.concat(curves, axis=1, join="inner")  # [steps, seeds]
-    y = y.rolling(1 if key == "pass_at_1" else min(10, len(y))).mean().dropna()
+    y = pandas.concat(curves, axis=1).sort_index()  # [steps, seeds], nan where a seed has no step
+    y = y.rolling(1 if key == "pass_at_1" else min(10, len(y))).mean().dropna(how="all")
     mean, low, high = y.mean(axis=1), y.min(axis=1), y.max(axis=1)
     if len(tables) == 1 and f"{key}_stderr" in tables[0]:
         error = 1.96 * tables[0][f"{key}_stderr"][y.index].astype(float)

@@ -2,8 +2,9 @@
 
 `ask_judges` is the only stage of the loop that asks a model or a program about answers: the actor
 for W and P, a verifier for what is right, a model for Yes or No. A reward is then a small function
-of what they said, Judged -> R [N], in [0, 1], and 0 for a sample without an answer. It calls no
-model. For a reward of your own add a function and a line to REWARDS.
+of what they said, Judged -> R [N], in [0, 1], and 0 for a sample without a closed box. An empty box
+is no answer either, and has the reward 0 except with `verifree` and what is averaged with it. A
+reward calls no model. For a reward of your own add a function and a line to REWARDS.
 """
 
 import itertools
@@ -30,6 +31,7 @@ class Judged:
 
     group: Group
     scores: cer.Scores | None  # W and P, if the actor was asked
+    gains: torch.Tensor | None = None  # [N], if it was asked about tokens, see reference_gains
     right: torch.Tensor | None = None  # [N], bool, if the question's verifier was asked, a program
     accepted: torch.Tensor | None = None  # [N], bool, if General-verifier's model was asked
     yes: torch.Tensor | None = None  # [N], P(Yes), if a model was asked whether the answer is right
@@ -39,7 +41,8 @@ def ask_judges(groups, judges, actor, tokenizer, M=None, verifier_model=None) ->
     """Ask about each Group in a list. judges: a set of "actor", for W and P; for what is right
     "verifier", the program that the question names, or "general-verifier", by the written reply of
     another language model; "asked", for P(Yes), of another model or of the actor. verifier_model:
-    that model and its tokenizer. Each is asked once about each distinct answer to a question."""
+    that model and its tokenizer. Each is asked once about each distinct answer to a question.
+    "tokens" asks the actor about the references' tokens alone."""
     scores = [None] * len(groups)
     if "actor" in judges:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
@@ -53,15 +56,49 @@ def ask_judges(groups, judges, actor, tokenizer, M=None, verifier_model=None) ->
         said["accepted"] = {pair: decided is True for pair, decided in zip(pairs, decisions)}
     if "asked" in judges:
         said["yes"] = probability_of_yes(pairs, verifier_model or (actor, tokenizer))
+    gains = [None] * len(groups)
+    if "tokens" in judges:
+        gains = [reference_gains(group, actor, tokenizer) for group in progress("tokens", groups)]
     return [
-        Judged(group, its_scores, **{name: of_samples(of, group) for name, of in said.items()})
-        for group, its_scores in zip(groups, scores)
+        Judged(group, *of, **{name: of_samples(each, group) for name, each in said.items()})
+        for group, *of in zip(groups, scores, gains)
     ]
 
 
 def of_samples(verdicts, group):
     """What was said about the answer of each sample [N], False without an answer."""
     return torch.tensor([verdicts.get((group.problem, a), False) for a in group.answers])
+
+
+# --------------------------------------------------------------------------- the reference's tokens
+
+
+@torch.no_grad()
+def reference_gains(group, actor, tokenizer):
+    """What each sample's solution adds to the mean probability of the reference's tokens, which is
+    first taken right after the prompt -> [N], in [-1, 1]. Of several references the one that gains
+    most counts. 0 without a closed box.
+
+    The tokens are those of "{a*" in the tokenizer's spelling. Their mean is no probability of an
+    answer: a long reference keeps a mean far above 0, and one unlikely token costs it little.
+    """
+    vocab, model = vocabulary(tokenizer), cer.unwrapped(actor)
+    boxed = [i for i, box in enumerate(group.boxes) if box]
+    contexts = [group.prompt + group.solution(i) for i in boxed]
+    contexts.append(group.prompt + vocab.encode(r"\boxed"))  # without a solution
+    references = [vocab.encode("{" + reference) for reference in group.problem.references]
+    means = torch.empty(len(references), len(contexts))
+    of_each = range(len(contexts))
+    for columns in batches(of_each, lambda j: len(contexts[j]), cer.TOKENS_AT_ONCE):
+        lengths, last, cache = cer.read_contexts(model, [contexts[j] for j in columns])
+        for row, tokens in enumerate(references):
+            [states] = cer.read_answers(model, [tokens], lengths, last, cache)
+            logp = cer.next_token_logprobs(model.lm_head, states)
+            p = [at[:, token].exp() for at, token in zip(logp, tokens)]
+            means[row, columns] = torch.stack(p).mean(0).cpu()
+    gains = torch.zeros(len(group.boxes))
+    gains[boxed] = (means[:, :-1] - means[:, -1:]).amax(0)
+    return gains
 
 
 # --------------------------------------------------------------------------------------- Yes or No
@@ -167,6 +204,12 @@ def verifree(judged):
     return judged.scores.P_of_samples()
 
 
+def rlpr(judged):
+    """RLPR's reward (arXiv 2506.18254): what the sample's own solution adds to the mean probability
+    of the reference's tokens, at least 0. docs/paper.md says what its authors do beside it."""
+    return judged.gains.clamp(min=0)
+
+
 def overlap(judged):
     """The token F1 of SQuAD between the answer and the reference that fits best: the harmonic mean
     of the shares of their words that they have in common. It needs no model. It cannot see that
@@ -212,6 +255,7 @@ REWARDS = {
     "rule": Reward(verdict, {"verifier"}),
     "rule+cer": Reward(mean_of(verdict, conditional_expectation), {"verifier", "actor"}),
     "verifree": Reward(verifree, {"actor"}, verifree_rows),
+    "rlpr": Reward(rlpr, {"tokens"}),
     "general-verifier": Reward(written_verdict, {"general-verifier"}),
     "overlap": Reward(overlap, set()),
     "overlap+cer": Reward(mean_of(overlap, conditional_expectation), {"actor"}),

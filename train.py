@@ -18,10 +18,9 @@ import torch.distributed as dist
 from cer import check_scoring
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.checks import check_sampling, check_training
-from engine.load import add_flags, load, load_model
-from engine.lora import LoraPolicy
+from engine.load import add_flags, load, make_policy
 from engine.memory import check_disk, moments_can_leave, plan_memory
-from engine.policy import Policy, make_adam, moments_on_host
+from engine.policy import make_adam, moments_on_host
 from evaluate import evaluate
 from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rloo import leave_one_out, update
@@ -30,7 +29,7 @@ from runtime.files import checkpoints, how_to_resume, read_config, remove_partia
 from runtime.ranks import Stop, all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import RunLog
 from tasks import toy_model
-from tasks.data import NAMES, in_epochs, load_problems
+from tasks.data import NAMES, in_epochs, load_examples, load_problems, with_examples
 from tasks.prompts import encode_prompt, show_first, usable_prompts
 from tasks.verifiers import VERIFIERS
 
@@ -69,7 +68,7 @@ def main():
     budget, offload, memory = plan_memory(actor, longest, microbatch, args.cpu_offload, lora)
     saves = math.ceil(last_step / args.save_every)  # the oldest goes when a new one is complete
     disk = check_disk(actor, out, min(args.keep + 1, saves), lora)
-    policy = make_policy(args, model_path, actor, offload)
+    policy = make_policy(model_path, actor, offload, lora, args.rounding, args.seed)
     optimizer = make_adam(policy)
     moments_move = not lora and moments_can_leave(actor, offload)
     step, logged = load_checkpoint(out, policy, optimizer)  # a new run has none: 0, {}
@@ -95,7 +94,7 @@ def main():
     if held_out and (logged.get("due") or step % args.eval_every == 0 or step == last_step):
         evaluate_now()
 
-    # "Free" and "fixed" say what may be changed in a stage. CONTRIBUTING.md names the tests.
+    # "Free" and "fixed" say what may be changed in a stage. docs/extending.md names the tests.
     for step in range(first_step, last_step + 1):
         seed_everything(args.seed, step)
         log.start()
@@ -162,12 +161,13 @@ GENERAL_VERIFIER = "TIGER-Lab/general-verifier"
 def load_questions(args):
     """-> the problems to train on, and those that are held out, if there are any."""
     problems, held_out = load_problems(args.dataset, verifier=args.verifier), []
+    examples = load_examples(args.examples)
     if args.eval_dataset:
         held_out = load_problems(args.eval_dataset, args.eval_limit, args.verifier)
         if both := {each.question for each in problems} & {each.question for each in held_out}:
             trained = f"{len(both)} of its {len(held_out)} questions are also in {args.dataset}"
             cli.say(f"{args.eval_dataset}: {trained}, so pass@1 is not that of new questions")
-    return problems, held_out
+    return with_examples(problems, examples), with_examples(held_out, examples)
 
 
 def load_models(args, model_path, device):
@@ -193,20 +193,14 @@ def fit_questions(args, problems, held_out, actor, tokenizer, verifier_model):
     return problems, held_out, longest
 
 
-def make_policy(args, model_path, actor, offload):
-    """-> what is trained: the model, loaded once more, or with --lora the actor itself."""
-    if args.lora:
-        return LoraPolicy(actor, args.lora, args.rounding, args.seed)
-    return Policy(load_model(model_path, "cpu", "auto"), offload, actor.dtype, args.rounding)
-
-
 # -------------------------------------------------------------------------------------------- flags
 
 # What --resume may change. The other flags define the run and how it is measured. Files may have
 # moved: the model is in the checkpoint, and the fingerprint knows the questions, the verifier's
 # model and, where it is loaded again, the model.
 RESUME_MAY_CHANGE = "out resume steps epochs sampler microbatch_tokens cpu_offload".split()
-RESUME_MAY_CHANGE += "eval_every save_every keep model dataset eval_dataset verifier_model".split()
+RESUME_MAY_CHANGE += "eval_every save_every keep".split()
+RESUME_MAY_CHANGE += "model dataset eval_dataset examples verifier_model".split()
 
 
 def make_parser():
@@ -219,6 +213,7 @@ def make_parser():
     add("--reward", default="cer", choices=REWARDS, help="(asked: by the policy, which changes)")
     add_flags(add)
     add("--verifier", choices=VERIFIERS, help="for rows that name none (default: math or text)")
+    add("--examples", help="file of worked examples, which stand before each question")
     add("--verifier-model", help=f"of asked, and of general-verifier ({GENERAL_VERIFIER})")
     # The batch.
     add("--questions", type=count, default=32, help="B, questions per step, over all ranks")
@@ -275,6 +270,11 @@ def parse_args():
     args.m = args.m or args.samples
     cli.require(args.m <= args.samples, f"--m {args.m} is more than --samples {args.samples}")
     cli.require(args.model or args.dataset == "toy", f"--dataset {args.dataset} needs --model")
+    judges = REWARDS[args.reward].judges
+    if given.m and ("actor" not in judges or args.reward == "verifree"):
+        cli.say(f"--m does nothing with --reward {args.reward}")
+    if given.verifier_model and not judges & {"asked", "general-verifier"}:
+        cli.say(f"--verifier-model does nothing with --reward {args.reward}")
     nothing = "--lora has nothing that --cpu-offload could move: leave it out"
     cli.require(not (args.lora and args.cpu_offload), nothing)
     return args

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from engine.export import export
 from runtime.cli import InputError, is_rank_0, require, say
-from runtime.files import LOGS, checkpoints, how_to_resume, read_config, remove_partial
+from runtime.files import LOGS, beginning, checkpoints, how_to_resume, read_config, remove_partial
 
-LOGGED = "training/logs.json"  # what RunLog.logged says when the checkpoint is saved
+LOGGED = "training/logged.json"  # what RunLog.logged says when the checkpoint is saved
 
 
 def fingerprint(problems, held_out, prompts, verifier_model=None, base=None):
@@ -112,8 +112,8 @@ def load_checkpoint(out, policy, optimizer):
     try:
         logged = json.loads((directory / LOGGED).read_text())
         for log in [out / name for name in LOGS]:
-            is_whole = log.is_file() and log.stat().st_size >= logged[log.name]
-            require(is_whole, f"{log} is shorter than it was then")
+            as_then = log.is_file() and beginning(log, logged[log.name][0]) == logged[log.name]
+            require(as_then, f"{log} is shorter than it was then, or was changed")
         get_optimizer_state_dict(policy, optimizer)  # makes Adam's state, to be loaded into
         saved = dcp.FileSystemReader(training).read_metadata().state_dict_metadata
         for name, parameter in policy.named_parameters():

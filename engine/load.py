@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer, and choose who samples from it."""
+"""Load a model and its tokenizer, choose who samples from it, and make the policy of it."""
 
 import contextlib
 import functools
@@ -11,6 +11,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from engine import slots
 from engine.checks import check_config, check_tokens, check_weights, try_slots
+from engine.lora import LoraPolicy
+from engine.policy import Policy
 from runtime.cli import as_input_error, require, say
 from runtime.files import checkpoints
 
@@ -40,6 +42,13 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
             check(model, tokenizer)
     choose_sampler(model, tokenizer, sampler)
     return model, tokenizer
+
+
+def make_policy(name_or_dir, actor, offload, lora, rounding, seed):
+    """-> what is trained: the model, loaded once more, or with --lora the actor itself."""
+    if lora:
+        return LoraPolicy(actor, lora, rounding, seed)
+    return Policy(load_model(name_or_dir, "cpu", "auto"), offload, actor.dtype, rounding)
 
 
 def find_dtype(dtype, device):

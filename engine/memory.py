@@ -66,7 +66,7 @@ def trained_parameters(actor, lora):
 
 def memory_needed(actor, cpu_offload, ranks, lora=None):
     """Bytes that the policy needs on each rank -> without a micro-batch, and for each token of one.
-    Estimated from the shapes alone. docs/running.md compares it with simulated peaks."""
+    Estimated from the shapes alone. docs/machines.md compares it with simulated peaks."""
     config, layers = actor.config, actor.base_model.layers
     parameters = trained_parameters(actor, lora)
     # fp32 weights, gradients and Adam's two moments. With offload, only gradients stay on the GPU.
@@ -120,13 +120,22 @@ def check_disk(actor, out, most, lora=None):
     """Check that the checkpoints of a run, at most so many at a time, fit on the disk -> a line for
     the log."""
     more = max(1, most - len(checkpoints(out)))
-    # fp32 weights and Adam's moments take 12 bytes for each parameter that is trained, and those of
-    # the adapter, in fp32, 4 more.
-    state = (16 if lora else 12) * trained_parameters(actor, lora)
-    size = more * (state + actor.dtype.itemsize * actor.num_parameters()) / 1e9
-    free = shutil.disk_usage(out).free / 1e9
-    line = f"disk: {more} more checkpoints would take {size:.3g} of {free:.3g} GB"
-    require(size < free, f"--out {out}: {line}: use a smaller --keep")
+    # fp32 weights and Adam's moments take 12 bytes for each parameter that is trained.
+    size = more * (12 * trained_parameters(actor, lora) + saved_bytes(actor, lora))
+    return check_room(out, size, f"{more} more checkpoints would", "use a smaller --keep")
+
+
+def saved_bytes(actor, lora=None):
+    """What the model takes on the disk, with its adapter, which is in fp32."""
+    adapter = 4 * trained_parameters(actor, lora) if lora else 0
+    return actor.dtype.itemsize * actor.num_parameters() + adapter
+
+
+def check_room(out, size, what, helps):
+    """Check that so many bytes fit on the disk -> a line for the log."""
+    free = shutil.disk_usage(out).free
+    line = f"disk: {what} take {size / 1e9:.3g} of {free / 1e9:.3g} GB"
+    require(size < free, f"--out {out}: {line}: {helps}")
     return line
 
 

@@ -60,7 +60,7 @@ class Policy(torch.nn.Module):
                 if parameter.dtype.itemsize < 4:
                     parameter.data = parameter.data.float()
                 if rounding == "dither" and dtype == torch.bfloat16:
-                    # Other numbers, as warm_start.py saves them, lie between those of bf16 already.
+                    # Other numbers, as a run in fp32 saves them, lie between those of bf16 already.
                     is_bf16 = parameter.data == parameter.data.bfloat16()
                     parameter.data = torch.where(is_bf16, spread(parameter.data), parameter.data)
             fully_shard(module, **options)

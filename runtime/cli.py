@@ -6,14 +6,11 @@ import contextlib
 import logging
 import os
 import re
-import signal
+import shlex
 import sys
-import traceback
 from pathlib import Path
 
 from tqdm import tqdm
-
-from runtime import interrupted
 
 # ------------------------------------------------------------------------------------ what is wrong
 
@@ -50,11 +47,6 @@ def message_of(error):
     return " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
 
 
-# What may be made smaller where memory ends: of the first of these functions that is running.
-SMALLER = {"ask": "prompt", "generate": "--max-new-tokens", "ask_judges": "--max-new-tokens"}
-SMALLER |= {"update": "--microbatch-tokens", "finetune": "--batch"}
-
-
 def run_script(main):
     """Run a script's main() and exit with the code that it returns. Wrong input, a file that cannot
     be used and a GPU out of memory become one line on stderr and exit code 2. So does Ctrl-C, with
@@ -67,8 +59,6 @@ def run_script(main):
         logging.disable(logging.WARNING)
     code = 2
     try:
-        if signal.getsignal(signal.SIGINT) is interrupted:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(main())
     except KeyboardInterrupt:
         code, message = 130, "stopped by Ctrl-C"
@@ -77,9 +67,8 @@ def run_script(main):
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-        what = next((SMALLER[name] for name in SMALLER if name in functions), "model")
-        message = f"{error}: use a smaller {what}; in train.py also --lora or --cpu-offload"
+        smaller = "a smaller --max-new-tokens, --microbatch-tokens or --batch, or a smaller model"
+        message = f"{error}: use {smaller}; in train.py also --lora or --cpu-offload"
     print(f"{Path(sys.argv[0]).name}: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 
@@ -131,6 +120,11 @@ def say(text):
     with contextlib.suppress(OSError, RuntimeError):
         if is_rank_0():
             tqdm.write(printable(text), file=sys.stderr)
+
+
+def for_shell(*words):
+    """The words of a command as they can be pasted: a path may hold spaces or brackets."""
+    return shlex.join(map(str, words))
 
 
 def shorten(text, most):

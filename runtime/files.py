@@ -6,12 +6,13 @@ import io
 import json
 import shutil
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 
 import numpy
 import pyarrow.parquet
 
-from runtime.cli import InputError, as_input_error, is_rank_0, message_of, require, say
+from runtime.cli import InputError, as_input_error, for_shell, is_rank_0, message_of, require, say
 
 FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"  # of a run, only appended to
@@ -56,23 +57,19 @@ def parse_rows(path, ending, columns, parse_float):
 
 def csv_rows(text):
     """The rows of a table as dicts of texts. Cells are separated by commas, semicolons or tabs:
-    spreadsheets write what is usual in their country."""
+    spreadsheets write what is usual in their country. Spaces before a cell are left out. Before a
+    quote they would make the quotes a part of it, and split it at separators between them."""
 
     def read(separator, **options):
         table = io.StringIO(text.removeprefix(f"sep={separator}"), newline="")  # a line for Excel
-        with as_input_error('expected "..." around a cell with quotes, and "" for each of them'):
-            yield from filter(None, csv.reader(table, delimiter=separator, **options))
+        cells = csv.reader(table, delimiter=separator, skipinitialspace=True, **options)
+        return filter(None, cells)
 
     csv.field_size_limit(2**31 - 1)
     separator = max(",;\t", key=lambda each: len(next(read(each), [])))
-    # A space belongs to its cell. But before a quote it would make the quotes a part of the cell,
-    # too, and split it at separators between them. So another reading, which leaves out the spaces
-    # before a cell, must agree.
-    rows = zip(*(read(separator, strict=True, skipinitialspace=skip) for skip in (False, True)))
-    header, _ = next(rows, ([], []))
-    for cells, others in rows:
-        spaced = [a for a, b in zip(cells, others) if a.lstrip(" ") != b.lstrip(" ")]
-        require(not spaced, f"a space before a quote: take it out of {spaced[:1]}")
+    rows = read(separator, strict=True)
+    header = next(rows, [])
+    for cells in rows:
         wide = f"more cells than columns {header}: put quotes around a cell with {separator!r}"
         require(len(cells) <= len(header), wide)
         yield to_row([*zip(header, cells)])
@@ -135,6 +132,13 @@ def to_jsonl(rows: list[dict]) -> str:
     return "".join(json.dumps(row) + "\n" for row in finite)
 
 
+def beginning(path, length):
+    """What tells whether so many first bytes of a log are as they were -> their number, a hash."""
+    with open(path, "rb") as file:
+        content = file.read(length)
+    return [len(content), sha256(content).hexdigest()[:16]]
+
+
 def lock(directory):
     """Make a directory, and lock it against other processes -> the open lock file. The lock ends
     when this is closed, at the latest with the process. Where the file system has no locks, as some
@@ -178,4 +182,5 @@ def remove_partial(out):
 def how_to_resume(run):
     """In words, for a run that is stopped or cannot write."""
     last = ["none", *(path.name for _, path in checkpoints(run))][-1]
-    return f"go on with --resume --out {run}; the last complete checkpoint is {last}"
+    again = for_shell("--resume", "--out", run)
+    return f"go on with {again}; the last complete checkpoint is {last}"

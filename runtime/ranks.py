@@ -6,6 +6,8 @@ import math
 import os
 import random
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -33,10 +35,19 @@ def init_ranks():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:  # set by torchrun; a cluster may export a MASTER_ADDR of its own
-        # Ranks wait for the one that samples longest, and for rank 0 to write files.
-        with as_input_error("RANK is set: start with torchrun, or unset it"):
-            dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+        waits = "waiting for other ranks, since RANK is set: start with torchrun, or unset it"
+        waiting = threading.Timer(30, print, [waits], {"file": sys.stderr, "flush": True})
+        waiting.start()
+        try:
+            # Ranks wait for the one that samples longest, and for rank 0 to write files.
+            with as_input_error("RANK is set: start with torchrun, or unset it"):
+                dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+        finally:
+            waiting.cancel()
     else:
+        for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":  # srun, mpirun
+            several = f"{name} is not 1, and each task would be a whole run: start torchrun in one"
+            require(os.environ.get(name, "1") == "1", several)
         # One process has nobody to talk to. A cluster may name an interface that is not here.
         for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":
             os.environ.pop(name, None)
@@ -61,13 +72,12 @@ def open_run_directory(out, name, resume=False):
     """The directory of a run: --out, or runs/TIME-NAME-PID, the same on all ranks. It is made, and
     locked until this process ends. InputError if another process holds it, or if it is not empty
     and the run is not resumed."""
-    name = "-".join(name.split())  # as is to be pasted into a shell
     default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     out = Path(all_gather([out or default])[0])
     if is_rank_0():
         # What a run leaves that was refused before its first step; it may be started again. Names
         # with a dot are the file system's, such as .nfs and .snapshot.
-        leftovers = {"lock", "warm-start", "config.json.partial", "lost+found"}
+        leftovers = {"lock", "warm-start", "config.json.partial", "selected.jsonl", "lost+found"}
         empty = {path.name for path in out.glob("[!.]*")} <= leftovers
         require(resume or empty, f"--out {out} is not empty: use another or (train.py) --resume")
         LOCKS.append(lock(out))

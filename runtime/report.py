@@ -11,8 +11,8 @@ import torch.distributed as dist
 import transformers
 
 from runtime import samples
-from runtime.cli import InputError, is_rank_0, say
-from runtime.files import LOGS, append_rows, how_to_resume, read_config, write_atomically
+from runtime.cli import InputError, for_shell, is_rank_0, say
+from runtime.files import LOGS, append_rows, beginning, how_to_resume, read_config, write_atomically
 from runtime.ranks import all_gather
 
 GROUPS_A_STEP = 2  # kept in samples.jsonl
@@ -21,7 +21,7 @@ IN_THE_LOG = "reward", "answered", "answer_tokens", "zero_advantage_groups", "en
 
 def warning(numbers):
     """What is wrong with a step and what helps, or None. judge.py asks about samples and a reward
-    before there is a gradient. "When nothing is learned" in docs/running.md says more."""
+    before there is a gradient. "When nothing is learned" in docs/rewards.md says more."""
     if not math.isfinite(numbers.get("grad_norm", 0.0)):
         return "the gradient is not finite, so no weight changed; if this goes on, lower --lr"
     if numbers["tiny_reward_groups"] > 0.5:
@@ -31,9 +31,9 @@ def warning(numbers):
     if min(1 - numbers["answered"], numbers["truncated"]) > 0.25:
         # A model that never boxes is cut off, too, and more tokens would not help it.
         problem = "many samples are cut off without an answer: read some. If they are on their way"
-        return f"{problem} to a box, raise --max-new-tokens; else give the model a warm_start.py"
+        return f"{problem} to a box, raise --max-new-tokens; else fine-tune it first (sft.py)"
     if numbers["answered"] < 0.02:
-        return "almost no answers: the model stops without a box. Give it a warm_start.py"
+        return "almost no answers: the model stops without a box. Fine-tune it first (sft.py)"
     if numbers.get("grad_norm") == 0 and numbers["zero_advantage_groups"] == 1:
         return "in every group all samples received the same reward, so this step had no gradient"
 
@@ -54,6 +54,8 @@ class RunLog:
         flags = {k: value for k, value in vars(args).items() if k not in ("resume", "out")}
         made = {"world_size": dist.get_world_size(), "torch": torch.__version__}
         made["transformers"] = transformers.__version__
+        made["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        made |= {"threads": torch.get_num_threads(), "sampler": args.sampler}
         before = read_config(out) if step else {}  # config.json keeps what began the run
         for name in [name for name in made if before.get(name, made[name]) != made[name]]:
             say(f"{name} was {before[name]} and is {made[name]}: the result may differ")
@@ -70,13 +72,13 @@ class RunLog:
             if not logged and log.exists() and log.stat().st_size:
                 log.replace(f"{log}.old")
             with open(log, "ab") as file:
-                file.truncate(logged.get(log.name, 0))
+                file.truncate(logged.get(log.name, [0])[0])
 
     def logged(self, due):
-        """What rank 0 saves with a checkpoint: the lengths of the logs in bytes, and whether an
+        """What rank 0 saves with a checkpoint: what beginning says of the logs, and whether an
         evaluation is due."""
-        lengths = {name: (self.out / name).stat().st_size for name in LOGS if is_rank_0()}
-        return lengths | {"due": due}
+        logs = {name: beginning(self.out / name, -1) for name in LOGS if is_rank_0()}
+        return logs | {"due": due}
 
     def append(self, name, rows):
         """Append rows to a log. Where that fails, as on a full disk, say how to go on."""
@@ -157,7 +159,7 @@ class RunLog:
             return
         print(f"{self.args.reward} on {self.args.dataset}")
         print(f"  model    {self.out}/checkpoints/step-{self.last_step}")
-        print(f"  curves   python plot.py {self.out}")
+        print(f"  curves   python plot.py {for_shell(self.out)}")
         print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
         if self.args.eval_dataset:
             lines = samples.read_lines(self.out)

@@ -2,15 +2,18 @@
 each sample. What a sample is (answered, verbatim, right, ...) is derived there and nowhere else."""
 
 import json
+import math
 import unicodedata
 
 import pandas
 
-from runtime.cli import require
+from runtime.cli import for_shell, require
 from runtime.files import read_rows
 
 TINY = 1e-6  # rewards below this teach next to nothing
-OF_SAMPLES = "answers truncated tokens solution_tokens answer_tokens entropies right R A".split()
+OF_LINES = "run question references verifier document".split()
+OF_SAMPLES = "texts answers truncated tokens solution_tokens answer_tokens".split()
+OF_SAMPLES += "entropies right R A".split()
 
 
 def verbatim(answer, references):
@@ -38,6 +41,8 @@ def group_line(judged, **more):
         "solution_tokens": [len(group.solution(i)) for i in range(len(group.texts))],
         "answer_tokens": [box.answer_length if box else 0 for box in group.boxes],
     }
+    if group.problem.document:
+        line["document"] = group.problem.document
     if group.entropies:
         line["entropies"] = group.entropies
     right = judged.accepted if judged.right is None else judged.right
@@ -52,11 +57,13 @@ def group_line(judged, **more):
 
 def sample_table(lines):
     """Lines of group_line -> a DataFrame with a row for each sample, and a column for each reward.
-    `line` is the number of its line, and `case` what it answers: a question and its references."""
+    `line` is the number of its line, and `case` what it answers: a question and its references.
+    `cluster` is what may be dependent: all samples of a document, or of a question without one."""
     rows = []
     for line_number, line in enumerate(lines):
-        own = {name: line.get(name) for name in ("run", "question", "references")}
+        own = {name: line.get(name) for name in OF_LINES}
         own |= {"line": line_number, "case": case_of(line), "scored": "log_W" in line}
+        own["cluster"] = line.get("document") or line["question"]
         lists = {name: line[name] for name in OF_SAMPLES if name in line} | line.get("rewards", {})
         for values in zip(*lists.values()):
             row = own | dict(zip(lists, values))
@@ -68,10 +75,20 @@ def sample_table(lines):
 
 
 def of_questions(samples):
-    """pass@1, which is the mean over questions of the share of right samples, and its standard
-    error, which a single question does not have."""
-    shares = samples.groupby("line").right.mean()
-    return shares.mean(), shares.sem() if len(shares) > 1 else None
+    """pass@1: see mean_of_questions. Lines with the same question and references are one."""
+    by_case = samples.groupby("case", sort=False)
+    return mean_of_questions(by_case.right.mean(), by_case.cluster.first())
+
+
+def mean_of_questions(values, clusters):
+    """The mean of a value that each question has, and its standard error, which allows for
+    questions of one cluster that vary together. With one question in each it is that of the mean of
+    independent values. A single cluster has none."""
+    mean, count = values.mean(), clusters.nunique()
+    if count < 2:
+        return mean, None
+    of_clusters = (values - mean).groupby(clusters).sum()
+    return mean, math.sqrt((of_clusters**2).sum() * count / (count - 1)) / len(values)
 
 
 def of_step(samples):
@@ -120,7 +137,7 @@ def with_error(mean, error):
 
 def read_lines(directory):
     """The lines of judge.py or of an evaluation, each with its run: the directory, or an evaluation
-    of a training run. Of these the first and the last are read."""
+    of a training run. Of these the first, the last and the one in the middle are read."""
     place, run = directory.resolve().parent, directory.parent.parent
     require(place.name != "checkpoints", f"{directory} is a checkpoint: name its run, {run}")
     is_run = (directory / "config.json").exists()
@@ -131,25 +148,30 @@ def read_lines(directory):
     require(whole, f"{directory}: its lines lack some of {', '.join(sorted(needed))}")
     for line in lines:
         line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)
-    return [line for line in lines if line["run"] in (lines[0]["run"], lines[-1]["run"])]
+    runs = list(dict.fromkeys(line["run"] for line in lines))
+    chosen = runs[0], runs[len(runs) // 2], runs[-1]
+    return [line for line in lines if line["run"] in chosen]
 
 
 def say_pass_at_1(samples, by):
     """Print pass@1 of each run, and its change from the first run. ±: standard errors over
-    questions; noise may reach two of them. The change is paired by question, which takes the
-    questions' own spread out of its error. Lines with the same question and references are one."""
+    questions, or over documents where there are some; noise may reach two of them. The change is
+    paired by question, which takes the questions' own spread out of its error. Lines with the same
+    question and references are one."""
     shares = samples.pivot_table("right", "case", "run", sort=False)
-    print(f"\n{len(shares)} questions, what is right by {by}:")
+    clusters = samples.groupby("case").cluster.first().reindex(shares.index)
+    documents = f" about {count} documents" if (count := samples.document.nunique()) else ""
+    print(f"\n{len(shares)} questions{documents}, what is right by {by}:")
     for run in shares:
-        line = f"  {run}: pass@1 {with_error(shares[run].mean(), shares[run].sem())}"
+        line = f"  {run}: pass@1 {with_error(*mean_of_questions(shares[run], clusters))}"
         if run != shares.columns[0]:
             change = shares[run] - shares.iloc[:, 0]
-            line += f", change {with_error(change.mean(), change.sem())}"
+            line += f", change {with_error(*mean_of_questions(change, clusters))}"
         print(line)
 
 
 def say_grade(lines, directory):
     """Name grade.py where the truth is `text`, which calls a paraphrase wrong."""
     if "text" in {line.get("verifier") for line in lines}:
-        grade = f"python grade.py {directory}"
+        grade = f"python grade.py {for_shell(directory)}"
         print(f"`text` calls paraphrases wrong, which flatters exact and overlap: {grade}")

@@ -16,10 +16,17 @@ LETTER_ONLY = " Please only provide the letter of the answer in the box."
 
 
 def chat_messages(problem):
-    """The prompt for a problem, as chat messages."""
-    user = f"{problem.question}\n{INSTRUCTION}"
-    user += LETTER_ONLY if problem.verifier == "letter" else ""
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+    """The prompt for a problem, as chat messages. Worked examples are turns before it."""
+    messages = [{"role": "system", "content": SYSTEM}]
+    for example in problem.examples:
+        messages.append({"role": "user", "content": user_message(example)})
+        messages.append({"role": "assistant", "content": example.reference})
+    return [*messages, {"role": "user", "content": user_message(problem)}]
+
+
+def user_message(problem):
+    letter_only = LETTER_ONLY if problem.verifier == "letter" else ""
+    return f"{problem.question}\n{INSTRUCTION}{letter_only}"
 
 
 def encode_prompt(tokenizer, problem):
@@ -100,11 +107,14 @@ def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=float(
     control token are left out, prompts of more than `most` tokens, and rows for which the model has
     too few positions. name: of the data set, for the messages. InputError if none is left."""
     if tokenizer.chat_template:
-        around_message(tokenizer, *chat_messages(problems[0])[:-1])  # is checked
+        before, _ = around_message(tokenizer, *chat_messages(problems[0])[:-1])  # is checked
+        shown = all(example.reference.strip() in before for example in problems[0].examples)
+        require(shown, "the chat template does not show the solutions of the examples")
     control, limit = control_tokens(tokenizer), positions(model)
     kept, longest, controlled, too_long = [], 0, 0, 0
     for problem in progress("prompts", problems, unit="prompt"):
-        texts = "\n".join([problem.question, *problem.references])
+        shown = [problem, *problem.examples]
+        texts = "\n".join(text for each in shown for text in (each.question, *each.references))
         references = [tokenizer.encode(f"{{{each}}}") for each in problem.references]
         prompt = len(encode_prompt(tokenizer, problem))
         row = prompt + max_new_tokens + max(map(len, references))

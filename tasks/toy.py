@@ -41,6 +41,11 @@ class Story:
     a: int
     b: int
 
+    @property
+    def combination(self):
+        """What has to be worked out: the kind of question and its three numbers."""
+        return self.method, self.n, self.a, self.b
+
     def question(self):
         text = [
             "{name} has {n} bags of {a} {unit} and {b} more {unit}. How many {unit}?",
@@ -63,12 +68,14 @@ class Story:
         return form.format(n=value, word=in_words(value), unit=self.unit)
 
 
-def stories(seed=1234):
-    """All 6,480 stories in random order -> the 200 held-out ones, the others."""
+def stories(seed=1234, withheld=()):
+    """All 6,480 stories in random order -> the 200 held-out ones, the others. Those of a withheld
+    combination are in neither list."""
     grid = itertools.product(range(3), NAMES, UNITS, range(2, 5), range(2, 7), range(1, 5))
     all_stories = [Story(*values) for values in grid]
     random.Random(seed).shuffle(all_stories)
-    return all_stories[:200], all_stories[200:]
+    test, train = all_stories[:200], all_stories[200:]
+    return [[s for s in part if s.combination not in withheld] for part in (test, train)]
 
 
 def rows(name):

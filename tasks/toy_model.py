@@ -15,10 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engine.export import export
-from runtime.cli import as_input_error, is_rank_0
+from engine.tokens import pad
+from runtime.cli import as_input_error, is_rank_0, say
 from runtime.files import append_rows
 from tasks import toy
-from tasks.supervised import finetune
 
 # What train.py uses on this task instead of the paper's settings for 4B models. LEARNING_RATE and
 # LORA_RATE hold for the toy's own model only.
@@ -91,16 +91,42 @@ def make_model(directory, args):
     return str(directory)
 
 
-def warm_start(directory, seed, steps=900):
-    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory."""
+def warm_start(directory, seed, steps=900, withheld=()):
+    """Train the toy's model on demonstrations and save it, with its tokenizer, in directory.
+    withheld: combinations of which nothing is demonstrated. (The tokenizer has read them, but a
+    digit is always a token, so it is the same without them.)"""
     torch.manual_seed(seed % 2**63)
-    rng, (_, train) = random.Random(seed), toy.stories()
+    rng, (_, train) = random.Random(seed), toy.stories(withheld=withheld)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     pairs = (tokenizer(list(toy.demonstration(rng, train)))["input_ids"] for _ in itertools.count())
     finetune(model, pairs, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
     with as_input_error(f"cannot save {directory}"):
         export(model, tokenizer, directory)
+
+
+def finetune(model, demonstrations, steps, batch, lr, stop):
+    """Train a Hugging Face model with a loop of its own, for programs without ranks. (Others use
+    sft.py.) demonstrations: an iterator of (prompt ids, completion ids). The model learns the
+    completion, followed by the token `stop`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
+    warm_up = 0.05 if steps > 20 else 0.0  # a share of the steps; torch fails if it is one step
+    rates = dict(max_lr=lr, total_steps=steps, pct_start=warm_up, cycle_momentum=False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, **rates)
+    for step in range(1, steps + 1):
+        ids, labels = [], []
+        for prompt, completion in itertools.islice(demonstrations, batch):
+            ids.append(prompt + completion + [stop])
+            labels.append([-100] * len(prompt) + completion + [stop])  # -100: not learned
+        inputs, targets = pad(ids).to(model.device), pad(labels, value=-100).to(model.device)
+        loss = model(input_ids=inputs, labels=targets, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step % max(1, steps // 10) == 0:
+            say(f"supervised start {step}/{steps}  loss {loss.item():.3f}")
 
 
 def write_toy(directory):

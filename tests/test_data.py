@@ -17,7 +17,7 @@ from engine.tokens import split_answer
 from runtime.cli import InputError
 from runtime.files import read_rows, table_rows
 from tasks import toy
-from tasks.data import Problem, load_problems
+from tasks.data import Problem, load_problems, to_demonstration
 from tasks.verifiers import VERIFIERS, verify
 
 BOXES = {
@@ -221,9 +221,14 @@ def test_what_a_spreadsheet_wrote_is_read(tmp_path, name):
     assert load_problems(path) == [Problem("Two, or three?", "2,5", "text")]
 
 
-def test_spaces_belong_to_their_cell(tmp_path):
-    """Programs write them without quotes. Within quotes one may stand before a quote."""
-    cells = ["  q", ' "q" is', 'a 5" disk'], ["14", " 15", ' "ann"']
+def test_spaces_before_a_cell_are_left_out(tmp_path):
+    """Not within quotes. Before a quote a space would make the quotes a part of the cell."""
+    (tmp_path / "rows.csv").write_text('question, answer\nq,  "a, ""b"""\n  r s,1\n')
+    assert load_problems(tmp_path / "rows.csv") == [
+        Problem("q", 'a, "b"', "text"),
+        Problem("r s", "1", "text"),
+    ]
+    cells = ["q  ", ' "q" is', 'a 5" disk'], ["14", " 15", ' "ann"']
     with open(tmp_path / "rows.csv", "w", newline="") as file:
         csv.writer(file).writerows([["question", "answer"], *zip(*cells)])
     problems = load_problems(tmp_path / "rows.csv")
@@ -232,19 +237,14 @@ def test_spaces_belong_to_their_cell(tmp_path):
 
 
 WIDE = "more cells than columns ['question', 'answer']: put quotes around a cell with"
-QUOTES = 'expected "..." around a cell with quotes, and "" for each of them'
 TABLES = {  # what is said of a table
     ", row 1: two columns for 'answer': rename or remove one": "question,answer,answer\nq,1,2\n",
-    """, row 1: a space before a quote: take it out of [' "14"']""": 'question,answer\nq, "14"\n',
-    # The quotes would be a part of the cells, and the second half of the answer a note.
-    """, row 1: a space before a quote: take it out of [' "a']""": 'question,answer,x\nq, "a, b"\n',
     f", row 2: {WIDE} ','": "question,answer\nq,1\nr,1,250\n",
     f", row 1: {WIDE} ';'": "question;answer\nq;r;1\n",
     ", row 1: more cells than columns ['Cities']: put ": "Cities\nquestion,answer\n",  # a title
-    f""", row 1: {QUOTES} (',' expected after '"')""": 'question,answer\n"a \\"b\\" c",1\n',
-    f", row 2: {QUOTES} (unexpected end of data)": 'question,answer\nq,1\nr,"2\n',
+    """, row 1: expected objects with named columns (',' exp""": 'question,answer\n"a \\"b",1\n',
+    ", row 2: expected objects with named columns (unexp": 'question,answer\nq,1\nr,"2\n',
     "columns: 'Question' (expected 'question'), 'Answer' (exp": "Question,Answer\nq,1\n",
-    "columns: question, ' answer' (expected 'answer')": "question, answer\nq,1\n",
     ": no usable row; two columns for 'question': rename or remove one (1 of 1: rows [1]); "
     "columns: problem, question, answer": "problem,question,answer\np,q,1\n",
 }
@@ -387,12 +387,12 @@ def test_choices_are_options(load_rows, capsys):
     """The answer is the letter, the text or the index of one."""
     metals = ["helium", "iron", "neon"]
     rows = [{"question": "q", "choices": metals, "answer": a} for a in (1, "B", " iron", [1, "C"])]
-    rows += [{"question": "q", "options": o, "answer": 1} for o in (["1", "0"], [3, 1], ["1", 1])]
+    rows += [{"question": "q", "options": [3, 1], "answer": 1}]
     rows += [{"question": "q", "options": ["no", "Ce\u0301line"], "answer": "Ce\u0301line"}]
     problems = load_rows(rows)
     assert {p.question for p in problems[:4]} == {"q\nA: helium\nB: iron\nC: neon"}
     assert [p.references for p in problems[:4]] == [("B",)] * 3 + [("B", "C")]
-    assert [p.reference for p in problems[4:]] == ["B"] * 4
+    assert [p.reference for p in problems[4:]] == ["B"] * 2
     assert {p.verifier for p in problems} == {"letter"}
     assert "3 rows repeat the question of another one" in capsys.readouterr().err
     # Out of range; no text; the text of two; the number as index is another than as text.
@@ -400,9 +400,110 @@ def test_choices_are_options(load_rows, capsys):
     bad += ([2, 0, 1], 2), (["O", "A"], "A")  # the letter of one and the text of another
     rows += [{"question": "q", "choices": o, "answer": a} for o, a in bad]
     assert load_rows(rows) == problems
-    assert "index from 0 of one option (8 of 16: rows [9, 10, 11])" in capsys.readouterr().err
+    assert "index from 0 of one option (8 of 14: rows [7, 8, 9])" in capsys.readouterr().err
     rows = [{"question": "q", "options": ["x"], "answer_letter": a} for a in ("A", "B", ["A"])]
     assert load_rows(rows) == [Problem("q\nA: x", "A", "letter")]
+
+
+NUMBERED = {  # what an answer that is a number names: options, answer
+    None: [
+        (["1", "2", "3", "4"], 2),  # the index of "3", but "2" is an option
+        (["1", "2", 3, 4], 2),
+        (["$1$", "(2.0)", "x"], 2),
+        (["1) iron", "2) neon"], 1),
+        (["1 m", "2 m", "3 m"], 1.0),
+        (["0.5", "0.50"], 0.5),
+    ],
+    "B": [
+        (["0", "1", "2", "3"], 1),
+        (["0.5", "1.5"], 1.5),
+        (["2", "7"], 7),
+        (["3/2", "1,000"], 1),
+        (["-1", "x2"], 1),
+    ],
+}
+
+
+@pytest.mark.parametrize("letter", NUMBERED)
+def test_an_index_that_is_also_another_option_is_left_out(load_rows, capsys, letter):
+    rows = [{"question": "q", "options": o, "answer": a} for o, a in NUMBERED[letter]]
+    usable = load_rows([*rows, {"question": "q", "options": ["x"], "answer": 0}])[:-1]
+    assert [p.reference for p in usable] == [letter] * len(rows) * bool(letter)
+    assert letter or f"of one option ({len(rows)} of" in capsys.readouterr().err
+
+
+def test_options_with_letters_of_their_own(load_rows, capsys):
+    """In the order of ours they do no harm. In another, "B" would be two of them."""
+    for style in "({}) {}", "{}. {}", "{}: {}":
+        own = [style.format(*pair) for pair in ("B Paris".split(), "A Rome".split())]
+        row = {"question": "q", "answer": "B", "options": own}
+        assert [p.reference for p in load_rows([row, row | {"options": own[::-1]}])] == ["B"]
+        assert "letters of their own, in another order" in capsys.readouterr().err
+    names = {"question": "q", "answer": "B", "options": ["J. Smith", "B. Jones"]}
+    assert load_rows([names])[0].reference == "B"
+
+
+LATEX = r"""{"question": "What is $\\frac{1}{2}+1$?", "answer": "\\frac{3}{2}", "note": "\f"}
+{"question": "Its value?", "answer": "\frac{3}{2}"}
+{"question": "What is \beta?", "answer": "40"}
+{"question": "r", "context": "we add. \boxed{2}", "answer": "4"}
+{"question": "s", "options": ["\\\forall", "x"], "answer": 1}
+{"question": "t", "answer": ["1", "\bar x"]}
+{"question": "2 \times 3?", "answer": "6"}
+{"question": "u", "answer": "\neq"}
+{"question": "\tan apple:\nu = 1 and\n\nup to \\theta, \\\\neq, \\\\frac", "answer": "\\nu"}
+{"question": "\u0007lpha?", "answer": "\u000bec{v}"}
+"""
+
+
+def test_backslashes_that_json_ate(tmp_path, capsys):
+    """A form feed or a backspace in a column that is used leaves out its row. A tab or a line end
+    that completes a command of LaTeX is said."""
+    (tmp_path / "rows.jsonl").write_text(LATEX)
+    columns = dict.fromkeys(["context", "options", "note"])
+    rows = [columns | json.loads(line) for line in LATEX.splitlines()]
+    rows[5]["answer"] = rows[5]["answer"][1]  # a column of parquet has one type
+    rows[4] |= {"answer": "x"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for name in "rows.jsonl", "rows.parquet":
+        problems = load_problems(tmp_path / name)
+        references = [problem.reference for problem in problems]
+        assert references == [r"\frac{3}{2}", "6", "eq", r"\nu", "ec{v}"]
+        said = capsys.readouterr().err
+        assert r"JSON reads \f and \b: write \\frac, \\boxed (5 of 10: rows [2, 3, 4])" in said
+        assert "rows.jsonl: 4 of 10 rows may" in said or name == "rows.parquet"
+        assert r"line end in place of a backslash, as JSON reads \t and \n" in said
+        assert r"write \\text (row 7: \times)" in said
+
+
+def test_several_boxes_in_a_solution_are_counted(load_rows, capsys):
+    """Where the last one is the reference. One that comes again is one."""
+    two = {"question": "q", "solution": r"\boxed{-2} and \boxed{\boxed{2}}."}
+    same = {"question": "r", "solution": r"\boxed{2}, so \boxed{ 2 }"}
+    first, *_ = load_rows([same, two, two | {"answer": "2"}, two | {"question": "s"}])
+    assert first.reference == "2"
+    said = (
+        "2 of 4 rows have several boxes in `solution`: the last is the reference (row 2: -2, 2)\n"
+    )
+    assert said in capsys.readouterr().err
+    load_rows([same])
+    assert capsys.readouterr().err == ""
+
+
+AGREE = ("14", "14"), ("14 eggs", "14"), (r"\frac12", r"\frac{1}{2}"), ("1,200", "1200")
+AGREE += ("Bats", "vampire bats"), ("x", ["y", "X"])
+DIFFER = ("18", "14"), ("18 eggs", "14 eggs"), ("Rome", "Paris"), ("1.5", "15"), ("x", ["y", "z"])
+
+
+def test_a_demonstration_that_contradicts_its_answer_is_left_out(load_rows, capsys):
+    pairs = [*AGREE, *DIFFER]
+    rows = [{"question": "q", "solution": rf"so \boxed{{{x}}}", "answer": a} for x, a in pairs]
+    choice = {"question": "q", "options": ["iron", "neon"], "solution": r"\boxed{B}"}
+    rows += [choice | {"answer": "neon"}, choice | {"answer_letter": "B"}, choice]
+    rows += [choice | {"answer": 0}, choice | {"answer_letter": "A"}]
+    learned = [p.reference for p in load_rows(rows, convert=to_demonstration)]
+    assert learned == [rf"so \boxed{{{x}}}" for x, _ in AGREE] + [r"\boxed{B}"] * 3
+    assert "has in its box: mend one of them (7 of 16: rows [7, 8, 9])" in capsys.readouterr().err
 
 
 def test_a_context_comes_before_the_question(load_rows, capsys):

@@ -5,16 +5,16 @@ import fcntl
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 import evaluate
-from runtime import cli
+from runtime import cli, ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,24 +23,6 @@ def test_ctrl_c_in_a_script_is_one_line(script, monkeypatch):
     monkeypatch.setattr(evaluate, "load", mock.Mock(side_effect=KeyboardInterrupt))
     code, out, err = script(evaluate, "--model x --out run --dataset toy")
     assert (code, out, err) == (130, "", "evaluate.py: stopped by Ctrl-C\n")
-
-
-@pytest.mark.parametrize("name, library", [("train.py", "tqdm"), ("plot.py", "numpy")])
-def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path, name, library):
-    """Also where a library would catch it. A process that ignores it, as under nohup, goes on."""
-    (tmp_path / f"{library}.py").write_text(
-        "import os, signal\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
-        "raise SystemExit(5)"
-    )
-    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    for handler, code in (signal.default_int_handler, 130), (signal.SIG_IGN, 5):
-        before = signal.signal(signal.SIGINT, handler)
-        command = [sys.executable, ROOT / name]
-        ended = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True)
-        signal.signal(signal.SIGINT, before)
-        said = f"{name}: stopped by Ctrl-C\n" if code == 130 else ""
-        assert (ended.returncode, ended.stderr) == (code, said)
 
 
 GROUPS = {"RANK": "0"}, {"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": ""}
@@ -55,6 +37,30 @@ def test_a_rank_without_its_group_is_one_line(script, monkeypatch, toy_model_dir
     code, _, err = script(evaluate, f"--model {toy_model_dir} --dataset toy --out run")
     assert code == 2 and err.count("\n") == 1, err
     assert err.startswith("evaluate.py: RANK is set: start with torchrun, or unset it (")
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_two_tasks_without_torchrun_are_refused(script, monkeypatch, name):
+    """Each would be a whole run."""
+    monkeypatch.setenv(name, "2")
+    code, _, err = script(evaluate, "--model x --dataset toy --out run")
+    several = f"{name} is not 1, and each task would be a whole run: start torchrun in one"
+    assert (code, err) == (2, f"evaluate.py: {several}\n")
+
+
+def test_a_rank_that_waits_says_so(monkeypatch, capsys):
+    """RANK and WORLD_SIZE may be an operator's, and the other process never comes."""
+
+    def wait(*_, **__):
+        [waiting] = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+        assert waiting.interval <= 60
+        waiting.function(*waiting.args, **waiting.kwargs)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ranks.dist, "init_process_group", wait)
+    ranks.init_ranks()
+    said = "waiting for other ranks, since RANK is set: start with torchrun, or unset it\n"
+    assert capsys.readouterr().err == said
 
 
 CODES = "\x1b[2J", "\x1b]0;title\x07", "\x9b1A", "\r", "\b\b", "\u202e", "\u2066"

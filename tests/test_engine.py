@@ -210,7 +210,7 @@ def test_small_changes_survive_rounding_in_the_mean():
 
 
 def test_weights_that_are_no_bf16_numbers_stay():
-    """As warm_start.py saves them. So the first actor is the model that evaluate.py would load."""
+    """As a run in fp32 saves them. So the first actor is the model that evaluate.py would load."""
     model = tiny_model(64)
     for p in model.parameters():
         p.data[0] = p.data[0].bfloat16().float()  # these are

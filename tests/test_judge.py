@@ -61,9 +61,9 @@ def test_too_few_questions_give_no_interval(capsys):
 
 
 MANY = "many samples are cut off without an answer: read some. If they are on their way to a box, "
-MANY += "raise --max-new-tokens; else give the model a warm_start.py"
+MANY += "raise --max-new-tokens; else fine-tune it first (sft.py)"
 TINY = "most groups have no reward over 1e-06: shorten or show the references"
-STOPS = "almost no answers: the model stops without a box. Give it a warm_start.py"
+STOPS = "almost no answers: the model stops without a box. Fine-tune it first (sft.py)"
 WARNINGS = [  # four answers, which are cut off, rewards of those with an answer, what is said
     ([None] * 4, [True] * 4, 0.5, {MANY: "cer, exact"}),
     ([None] * 4, [False] * 4, 0.5, {STOPS: "cer, exact"}),
@@ -115,7 +115,7 @@ def test_what_is_judged_is_on_the_disk_at_once(script, toy_model_dir, monkeypatc
     once about a group, whatever rewards need it."""
     flags = f"--model {toy_model_dir} {FLAGS} --limit 5 --samples 4"
     flags += " --rewards cer,verifree,exact,rule+cer,overlap+cer"
-    monkeypatch.setattr(evaluate, "AT_ONCE", 2)
+    monkeypatch.setattr(judge, "AT_ONCE", 2)
     score = mock.Mock(side_effect=cer.answer_logprobs)
     monkeypatch.setattr(cer, "answer_logprobs", score)
     written = mock.Mock(side_effect=judge.append_rows)

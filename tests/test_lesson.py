@@ -74,7 +74,7 @@ def test_the_code_prints_what_is_shown(toy_model_dir, tmp_path, monkeypatch):
     assert Path("runs/lesson/curves.svg").is_file()
 
     posterior, blocks = names["posterior"], str(BLOCK.findall(LESSON.read_text()))
-    worked = names["joint"], posterior, posterior * names["likelihood"][:, :1]
+    worked = names["joint"], posterior, posterior * names["likelihood"][:1]
     known = [x for table in worked for x in table.flatten().tolist()]
     # Sums, A', another machine's slips, a "14" in a slip's place, exercises,
     # other seeds, and Measurements.

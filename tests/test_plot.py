@@ -78,6 +78,21 @@ def test_learning_curves_join_the_seeds(script, figures):
     assert list(pass_at_1.lines[0].get_xdata()) == [0, 2, 4]
 
 
+def test_a_seed_that_ended_early_ends_its_own_curve_only(script, figures):
+    for name, last in ("a", 40), ("b", 40), ("c", 2):
+        value = {"a": 0.2, "b": 0.4, "c": 0.9}[name]
+        lines = [{"step": k, "reward": value} for k in range(1, last + 1)]
+        lines += [{"step": k, "pass_at_1": value} for k in range(0, last + 1, 10)]
+        write_run(name, lines, [], seed=name)
+    code, _, err = script(plot, "a b c --out curves.png")
+    assert (code, err) == (0, "c ends at step 2 of 40: later steps are drawn without it\n")
+    reward, pass_at_1 = figures[0].axes
+    assert list(reward.lines[0].get_xdata()) == [*range(10, 41)]
+    assert reward.lines[0].get_ydata() == pytest.approx([0.3] * 31)
+    assert list(pass_at_1.lines[0].get_xdata()) == [0, 10, 20, 30, 40]
+    assert pass_at_1.lines[0].get_ydata() == pytest.approx([0.5] + [0.3] * 4)
+
+
 def test_curves_of_several_runs_do_not_replace_those_of_the_first(script):
     for name in "a", "b":
         write_run(name, [{"step": 1, "reward": 0.1}], [])

@@ -1,6 +1,7 @@
 """What reaches the model: the first prompt is shown, and control tokens are kept out."""
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,17 @@ import train
 from reward_functions import asking_prompts, check_asked
 from runtime.cli import InputError
 from tasks import general_verifier
-from tasks.data import Problem
-from tasks.prompts import encode_prompt, show_first, usable_prompts
+from tasks.data import Problem, load_examples, with_examples
+from tasks.prompts import (
+    INSTRUCTION,
+    LETTER_ONLY,
+    SYSTEM,
+    chat_messages,
+    encode_plain,
+    encode_prompt,
+    show_first,
+    usable_prompts,
+)
 
 
 @pytest.mark.parametrize("script_of", [train, judge, evaluate])
@@ -124,3 +134,31 @@ def test_a_prompt_is_the_same_tomorrow(tokenizer, capsys):
         text = tokenizer.decode(encode_prompt(tokenizer, problem))
         assert text.startswith("26 Jul 2024Q?"), text
     assert capsys.readouterr().err.count("the prompts hold today's date") == 1
+
+
+def test_worked_examples_are_turns_before_each_question(own_tokenizer, tmp_path):
+    """They have what the question has: its context, the paper's instruction, its options."""
+    rows = '{"context": "Ana came.", "question": "Who?", "solution": "She. \\\\boxed{Ana}"}\n'
+    rows += '{"question": "Which?", "options": ["x", "y"], "solution": "y. \\\\boxed{B}"}\n'
+    (tmp_path / "examples.jsonl").write_text(rows)
+    examples = load_examples(tmp_path / "examples.jsonl")
+    [problem] = with_examples([Problem("When?", "now", "text")], examples)
+    system, *turns = chat_messages(problem)
+    assert system == {"role": "system", "content": SYSTEM}
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2 + ["user"]
+    asked = "Ana came.\n\nWho?", "She. \\boxed{Ana}", "Which?\nA: x\nB: y", "y. \\boxed{B}", "When?"
+    contents = [text if k % 2 else f"{text}\n{INSTRUCTION}" for k, text in enumerate(asked)]
+    contents[2] += LETTER_ONLY
+    assert [turn["content"] for turn in turns] == contents
+    model = tiny_model(len(own_tokenizer))
+    with pytest.raises(InputError, match="the chat template does not show the solutions of"):
+        usable_prompts(model, own_tokenizer, [problem], "mine", 7)  # the toy's shows the last turn
+    own_tokenizer.chat_template = None
+    plain = encode_plain(own_tokenizer, "".join(f"{text}\n\n" for text in [SYSTEM, *contents]))
+    assert encode_prompt(own_tokenizer, problem) == plain
+    assert chat_messages(with_examples([problem], load_examples(None))[0]) == [system, turns[-1]]
+    # A control token in an example is one in every prompt.
+    own_tokenizer.add_tokens("<think>")
+    bad = dataclasses.replace(problem, examples=(Problem("Who?", "<think> \\boxed{Ana}"),))
+    with pytest.raises(InputError, match="1 of 1 questions or answers have a control token"):
+        usable_prompts(model, own_tokenizer, [bad], "mine", 7)

@@ -13,7 +13,7 @@ from test_theory import EGGS, PRIOR
 from cer import cer, exact_cer
 from reward_functions import ask_judges
 from rloo import leave_one_out
-from tasks import verifiers
+from tasks import data, verifiers
 from tasks.data import Problem
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -45,25 +45,50 @@ def test_every_command_names_real_scripts_and_flags(name, flags):
     assert set(re.findall(r"--[a-z][\w-]*", flags)) <= set(defined)
 
 
-def test_every_file_and_heading_that_is_linked_is_there():
-    lab = [
-        page for folder in ("experiments", "benchmarks") for page in ROOT.glob(f"{folder}/**/*.md")
-    ]
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md", *lab]:
-        for path, anchor in re.findall(r"\]\(((?!http)[^)#]*)#?([^)]*)", page.read_text()):
-            linked = page.parent / path if path else page
-            assert linked.exists(), (page.name, path)
-            headings = re.findall("^#+ (.*)", linked.read_text(), re.M) if anchor else []
-            slugs = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings]
-            assert anchor in ["", *slugs], (page.name, path, anchor)
+def pages():
+    """Every page of the repository."""
+    return [page for page in ROOT.glob("**/*.md") if not {".venv", "runs"} & {*page.parts}]
+
+
+def slugs(page):
+    """The anchors of a page's headings, as GitHub makes them. What is in a block is no heading."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall("^#+ (.*)", text, re.M)
+    return [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_and_heading_that_is_linked_is_there(page):
+    for path, anchor in re.findall(r"\]\(((?!http)[^)#]*)#?([^)]*)", page.read_text()):
+        linked = page.parent / path if path else page
+        assert linked.exists(), path
+        assert not anchor or anchor in slugs(linked), (path, anchor)
+
+
+def test_every_page_that_a_program_names_is_there():
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py"), *ROOT.glob("docs/*.html")]
+    named = set()
+    for program in [*programs, ROOT / ".ci" / "run"]:
+        pattern = r"\b(?:docs|experiments|benchmarks|examples)/[\w/]+\.md\b"
+        named.update(re.findall(pattern, program.read_text()))
+    assert {"docs/rewards.md", "docs/reference.md"} <= named
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+def test_no_page_of_docs_is_long():
+    """Whoever looks something up should not have to page. The lesson and the theory are read."""
+    lines = {page.name: page.read_text().count("\n") for page in PAGES}
+    assert {name for name, count in lines.items() if count > 300} == {"lesson.md", "theory.md"}
 
 
 def test_contributing_draws_the_house_and_names_tests_that_are_there():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    """The tests are those of the table of what may be changed."""
+    table = (ROOT / "docs" / "extending.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", table)
     for file, name in named:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
     assert len(named) > 30
+    page = (ROOT / "CONTRIBUTING.md").read_text()
     drawn = set(re.findall(r"^    (\S+?)/? ", page, re.MULTILINE))
     there = {path.name for path in ROOT.glob("*.py")} | {"tasks", "engine", "runtime", "tests"}
     assert drawn - there == {"examples", "docs", "experiments", "benchmarks", ".ci"}
@@ -90,8 +115,8 @@ def test_cer_needs_torch_transformers_and_one_file():
 
 
 def test_the_verifier_and_the_reward_of_the_pages_do_what_is_said(tokenizer, monkeypatch):
-    """running.md: a number within one percent; a reward."""
-    page, names = ROOT / "docs" / "running.md", {"math": math, "torch": torch}
+    """extending.md: a number within one percent; a reward."""
+    page, names = ROOT / "docs" / "extending.md", {"math": math, "torch": torch}
     for code in re.findall(r"```python\n(# In .*?)```", page.read_text(), re.S):
         exec(code, names)
     monkeypatch.setitem(verifiers.VERIFIERS, "one-percent", names["within_one_percent"])
@@ -103,6 +128,17 @@ def test_the_verifier_and_the_reward_of_the_pages_do_what_is_said(tokenizer, mon
     both = judged.scores.log_references.tolist()  # [2 references, 2 columns]
     expected = [math.exp(max(both[0][c], both[1][c] / 2)) for c in (0, 1)]
     assert names["per_word"](judged).tolist() == pytest.approx([expected[0], 0, expected[1]])
+
+
+def test_columns_of_other_names_are_added_as_the_page_says(monkeypatch, tmp_path):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    added = re.findall(r'^    ("prompt": .*)$', page, re.M)
+    for name, meaning in eval("{" + added[0] + "}").items():
+        monkeypatch.setitem(data.SAME, name, meaning)
+    monkeypatch.setattr(data, "COLUMNS", data.COLUMNS | {*data.SAME})  # as when it is imported
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "1 + 1?", "gold": "2"}\n')
+    [problem] = data.load_problems(tmp_path / "odd.jsonl")
+    assert (problem.question, problem.reference) == ("1 + 1?", "2")
 
 
 def test_the_reward_by_hand_in_the_readme():

@@ -20,8 +20,8 @@ WARNINGS = [
     ({}, "None"),
     ({"grad_norm": float("nan")}, "so no weight changed; .* lower --lr"),
     ({"zero_advantage_groups": 1.0}, "None"),  # VeriFree teaches the reference all the same
-    ({"answered": 0.0, "truncated": 0.9}, "read some. .* raise --max-new-tokens; .* warm_start"),
-    ({"answered": 0.01}, "stops without a box. Give it a warm_start.py"),
+    ({"answered": 0.0, "truncated": 0.9}, "read some. .* raise --max-new-tokens; .*sft.py"),
+    ({"answered": 0.01}, "stops without a box. Fine-tune it first .sft.py."),
     ({"zero_advantage_groups": 1.0, "grad_norm": 0.0}, "so this step had no gradient"),
     ({"tiny_reward_groups": 0.6}, "no reward over 1e-06: shorten"),
 ]

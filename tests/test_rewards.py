@@ -17,7 +17,7 @@ import torch
 from conftest import group_of, tiny_model
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig
-from naive import log_pi
+from naive import log_pi, log_probs
 
 from engine.tokens import Box, split_answer, vocabulary
 from reward_functions import (
@@ -212,7 +212,15 @@ def rewards_by_definition(model, tokenizer, group, references):
         scores = [log_pi(model, tokenizer, context, answer) for context in contexts]
         return torch.tensor(scores).exp()
 
+    def mean_probability(context, a_star):
+        """Of the tokens of {a*, by one plain pass."""
+        tokens = tokenizer.encode("{" + a_star, add_special_tokens=False)
+        logp = log_probs(model, [*context, *tokens])[len(context) - 1 : -1]
+        return sum(logp[i, token].exp().item() for i, token in enumerate(tokens)) / len(tokens)
+
     P = sum(probabilities(a_star) for a_star in references)
+    unsolved = group.prompt + tokenizer.encode(r"\boxed", add_special_tokens=False)
+    before = {a_star: mean_probability(unsolved, a_star) for a_star in references}
     for i, box in enumerate(found):
         R = dict.fromkeys(REWARDS.keys() - {"asked"}, 0.0)
         if box:
@@ -227,6 +235,8 @@ def rewards_by_definition(model, tokenizer, group, references):
             R["overlap"] = max(token_f1(answer, a_star) for a_star in references)
             R["overlap+cer"] = (R["overlap"] + R["cer"]) / 2
             R["verifree"] = P[boxed.index(i)].item()
+            after = {each: mean_probability(contexts[boxed.index(i)], each) for each in references}
+            R["rlpr"] = max(0.0, *(after[each] - before[each] for each in references))
             R["general-verifier"] = float("14" in answer)  # as ask() below says
             R["any-box"] = float(answer != "")
         expected.append(R)

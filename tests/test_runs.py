@@ -46,6 +46,7 @@ from runtime.cli import InputError
 from runtime.files import (
     LOGS,
     append_rows,
+    beginning,
     checkpoints,
     read_config,
     read_rows,
@@ -317,7 +318,7 @@ def logs_in(run):
     """Empty logs -> what a checkpoint notes of them."""
     for name in LOGS:
         (run / name).touch()
-    return dict.fromkeys(LOGS, 0) | {"due": True}
+    return dict.fromkeys(LOGS, beginning(run / LOGS[0], -1)) | {"due": True}
 
 
 def test_a_parameter_that_never_gets_a_gradient(tokenizer, tmp_path):

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 import plot
+import sft
 import train
-import warm_start
 from engine.tokens import split_answer
 from reward_functions import REWARDS
 from runtime.cli import InputError
@@ -140,10 +140,21 @@ BROKEN = [  # file, what of it is replaced, by what, and what the last line says
     ("config.json", ALL, "{}", "run/config.json: expected an object with flags"),
     ("config.json", '"cer"', '"mine"', "no reward 'mine', only cer, exact"),
     ("checkpoints/step-2/training/*.distcp", ALL, "half", "training: .*; restore .* or remove"),
-    ("checkpoints/step-2/training/logs.json", ALL, "{", "training: .*; restore its .* or remove"),
+    ("checkpoints/step-2/training/logged.json", ALL, "{", "training: .*; restore its .* or remove"),
     ("checkpoints/step-2/training/.metadata", ALL, "", "training: .*; restore its .* or remove"),
     *(
-        (log, ALL, "", rf"step-2/training: run/{log} is shorter than it was then; rest")
+        # As git or an editor of Windows writes them, and a digit that is another.
+        (log, part, by, rf"step-2/training: run/{log} is shorter than it was then, or was changed")
+        for log in LOGS
+        for part, by in (("\n", "\r\n"), (r"\d", "7"))
+    ),
+    *(
+        (
+            log,
+            ALL,
+            "",
+            rf"step-2/training: run/{log} is shorter than it was then, or was changed; rest",
+        )
         for log in LOGS
     ),
 ]
@@ -160,8 +171,35 @@ def test_resume_from_broken_files_is_refused(script, stopped_run, name, part, by
     assert before == {path: path.read_bytes() for path in before}
 
 
+def test_what_began_a_run_is_kept_and_what_differs_is_said(script, stopped_run, monkeypatch):
+    """The result may differ then."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for flags in "--sampler generate", "":  # which goes on with generate
+        code, _, err = script(train, f"--out run --resume {flags}")
+        assert code == 0 and "threads was 1 and is 3: the result may differ" in err, err
+        assert "sampler was auto and is generate: the result may differ" in err, err
+        began = read_config("run")
+        assert (began["sampler"], began["threads"], began["device"]) == ("auto", 1, "cpu")
+
+
+IDLE = {  # flags that do nothing: what is said
+    "--reward exact --m 2": "--m does nothing with --reward exact",
+    "--reward verifree --m 2": "--m does nothing with --reward verifree",
+    "--reward cer --verifier-model X": "--verifier-model does nothing with --reward cer",
+    "--reward cer --m 2": "",
+    "--reward asked --verifier-model X": "",
+}
+
+
+@pytest.mark.parametrize("flags, said", IDLE.items())
+def test_a_flag_that_does_nothing_is_named(monkeypatch, capsys, flags, said):
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    train.parse_args()
+    assert capsys.readouterr().err.strip() == said
+
+
 def test_a_run_of_an_older_version_is_refused(script, stopped_run):
-    (stopped_run / "checkpoints/step-2/training/logs.json").unlink()
+    (stopped_run / "checkpoints/step-2/training/logged.json").unlink()
     config = stopped_run / "config.json"  # which has another fingerprint then
     config.write_text(config.read_text().replace("sha256 ", "sha256 0"))
     code, _, err = script(train, "--out run --resume")
@@ -222,40 +260,14 @@ def test_a_run_resumes_after_its_files_have_moved(
     assert written_by(Path("run"))[2] == weights.read_bytes()
 
 
-FULL = {  # what is out of memory: what may be smaller
-    "train.check_training": "model",
-    "engine.sampling.extend": "--max-new-tokens",
-    "cer.answer_logprobs": "--max-new-tokens",
-    "rloo.microbatches": "--microbatch-tokens",
-}
-
-
-@pytest.mark.parametrize("function, smaller", FULL.items())
-def test_out_of_memory_names_what_helps_there(script, quick, monkeypatch, function, smaller):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    load = train.load
-
-    def load_first(*inputs, **options):
-        loaded = load(*inputs, **options)
-        monkeypatch.setattr(function, full)
-        return loaded
-
-    monkeypatch.setattr(train, "load", load_first)
+@pytest.mark.parametrize("function", ["train.load", "train.make_policy", "rloo.microbatches"])
+def test_out_of_memory_names_what_may_be_smaller(script, quick, monkeypatch, function):
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(function, full)
     code, _, err = script(train, f"{quick} --eval-dataset= --out run")
-    last = f"memory: use a smaller {smaller}; in train.py also --lora or --cpu-offload"
-    assert code == 2 and err.splitlines()[-1] == f"train.py: CUDA out of {last}", err
-
-
-def test_out_of_memory_in_a_supervised_start_names_its_batch(script, toy_model_dir, monkeypatch):
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(f"{warm_start.finetune.__module__}.pad", full)
-    Path("demos.jsonl").write_text('{"question": "Q?", "solution": "so \\\\boxed{7}"}\n')
-    flags = f"--model {toy_model_dir} --data demos.jsonl --out warm"
-    assert "use a smaller --batch; in train.py" in script(warm_start, flags)[2]
+    smaller = "a smaller --max-new-tokens, --microbatch-tokens or --batch, or a smaller model"
+    last = f"train.py: CUDA out of memory: use {smaller}; in train.py also --lora or --cpu-offload"
+    assert code == 2 and err.splitlines()[-1] == last, err
 
 
 def test_a_gpu_needs_a_torch_that_can_start_on_it(script, monkeypatch):
@@ -341,30 +353,16 @@ def test_demonstrations_are_read_as_other_rows(tmp_path, capsys):
         {"question": "V?", "solution": "x 9", "answer": "9"}
         """
     (tmp_path / "rows.jsonl").write_text(rows)
-    found = data.load_problems(tmp_path / "rows.jsonl", convert=warm_start.to_demonstration)
+    found = data.load_problems(tmp_path / "rows.jsonl", convert=data.to_demonstration)
     solutions = [each.references for each in found]
-    assert solutions == [(r"\boxed{7}",), (r"\boxed{4.50}",), (r"x \boxed{8}",), (r"\boxed{9}",)]
+    both = r"\boxed{7}", r"\boxed{seven}"
+    assert solutions == [both, (r"\boxed{4.50}",), (r"x \boxed{8}",), (r"\boxed{9}",)]
     said = capsys.readouterr().err
     for line in "box) (1 of 6: rows [5])", "} (1 of 6: rows [6])", "(expected 'solution')":
         assert line in said, said
     (tmp_path / "two.csv").write_text("question,answer\nQ?,7\nquestion,answer\nR?,8\n")
     with pytest.raises(InputError, match="row 2 is a header again"):
-        data.load_problems(tmp_path / "two.csv", convert=warm_start.to_demonstration)
-
-
-def test_a_supervised_start(script, toy_model_dir, tokenizer):
-    """Of the rows without a control token."""
-    row = '{"question": "Q?", "solution": "so \\\\boxed{7}"}\n'
-    longest = len(tokenizer.encode(r"so \boxed{7}")) + 1
-    bad = row.replace("Q?", "<eos>Q?") + row.replace("so ", "so<eos> ")
-    Path("demos.jsonl").write_text(row * 4 + bad)
-    flags = f"--model {toy_model_dir} --data demos.jsonl --epochs 20 --batch 2 --lr 1e-2"
-    code, stdout, err = script(warm_start, f"{flags} --out warm")
-    assert code == 0 and stdout.startswith("4 demonstrations, "), err
-    assert "left out: 2 of 6" in err and "judge.py --model warm " in stdout
-    assert f"--max-new-tokens: at least {longest}, as many as the longest" in stdout
-    assert float(re.search("final loss (.*?);", stdout)[1]) < 0.5  # it learns
-    AutoModelForCausalLM.from_pretrained("warm")
+        data.load_problems(tmp_path / "two.csv", convert=data.to_demonstration)
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -383,7 +381,7 @@ FILES = {
 FLAGS_OF = {
     train: "--model {model} --dataset good.jsonl --verifier text --samples 4 --max-new-tokens 64",
     evaluate: "--model {model} --dataset toy",
-    warm_start: "--model {model} --out warm",
+    sft: "--model {model} --out warm",
     plot: "",
 }
 REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
@@ -402,8 +400,8 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--resume --out {run} --eval-runs 3", r"cannot go on, since .*eval_runs was 2 and"),
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
-    (warm_start, "--data open.jsonl", r"open.jsonl: no usable row; expected a .* with a closed"),
-    (warm_start, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
+    (sft, "--data open.jsonl", r"open.jsonl: no usable row; expected a .* with a closed"),
+    (sft, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
     (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),
 ]

@@ -1,5 +1,5 @@
-"""The claims and numbers of docs/theory.md, by enumeration. Those about training two tables are in
-test_two_tables.py."""
+"""The claims and numbers of docs/theory.md and docs/failures.md, by enumeration. Those about
+training two tables are in test_two_tables.py."""
 
 import itertools
 import math

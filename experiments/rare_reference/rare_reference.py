@@ -99,8 +99,8 @@ def make_rows(lines):
 
 
 def one(share, script, flags):
-    """Run train.py, evaluate.py or warm_start.py here, with a share of the card's memory. Memory is
-    planned within it. train.py writes no checkpoint. warm_start.py saves bf16."""
+    """Run train.py, evaluate.py or sft.py here, with a share of the card's memory. Memory is
+    planned within it. train.py writes no checkpoint."""
     module = importlib.import_module(script)
     patches = {}
     if torch.cuda.is_available():
@@ -111,9 +111,6 @@ def one(share, script, flags):
     if script == "train":
         patches["train.save_checkpoint"] = lambda *_: None
         patches["train.check_disk"] = lambda *_: "disk: no checkpoint is written"
-    elif script == "warm_start":
-        export = module.export
-        patches["warm_start.export"] = lambda model, *rest: export(model.bfloat16(), *rest)
     with contextlib.ExitStack() as stack:
         for name, other in patches.items():
             stack.enter_context(mock.patch(name, other, create=True))
@@ -128,7 +125,7 @@ def run(args):
     start = args.out / "start"
     before = args.out / "before"
     held_out = args.rows / "held-out.jsonl"
-    command = f"warm_start --model {args.model} --data {args.rows}/start.jsonl --epochs 1"
+    command = f"sft --model {args.model} --data {args.rows}/start.jsonl --epochs 1"
     make(start, 0.94, command, ends)
     same = f"--max-new-tokens 80 --verifier text {args.flags}"
     command = f"evaluate --model {start} --dataset {held_out} --runs 4 --temperature 1 --top-p 1"
@@ -313,7 +310,7 @@ def main():
     add("--train-flags", default="", help="more flags of train.py, in one string")
     add = command("one", "run one script in this process")
     add("share", type=float, help="of the card's memory")
-    add("script", choices=["train", "evaluate", "warm_start"])
+    add("script", choices=["train", "evaluate", "sft"])
     add("script_flags", nargs="...")
     add = command("texts", "write the samples, and what has to be read", "rows", "runs", "out")
     add("--readers", type=Path, nargs=2, help="what two readers say of the pool")

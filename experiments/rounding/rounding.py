@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's modules
 import train
 from benchmarks.measure import commit, markdown
+from engine import load
 from engine.policy import Policy, spread
 from experiments.toy import compare_rewards
 from experiments.toy.compare_rewards import RUNS, evaluate, read
@@ -127,7 +128,7 @@ def one_run(rounding):
                 copy.copy_(rounded(trained.full_tensor()))
 
     if rounding != "none":  # this process does nothing else
-        train.Policy = Emulated
+        load.Policy = Emulated
         # FSDP casts the shards with this function before it gathers them.
         _fsdp_param._to_dtype_if_needed = lambda W, dtype: rounded(W)
     return train.main()

@@ -112,7 +112,7 @@ def run(command, done):
 
 
 def supervised(args, name, start, rows, epochs, seed):
-    command = f"warm_start.py --model {start} --data {rows} --epochs {epochs} --seed {seed}"
+    command = f"sft.py --model {start} --data {rows} --epochs {epochs} --seed {seed}"
     run(f"{command} --out {args.out / name}", args.out / name / "tokenizer_config.json")
 
 
@@ -228,10 +228,20 @@ def read():
 
 
 def with_seeds(shares):
-    """The mean of a table [questions, seeds], and its standard error over questions and seeds."""
-    error = shares.mean(axis=1).sem() ** 2
-    error += shares.mean().sem() ** 2 if shares.shape[1] > 1 else 0
-    return shares.mean(axis=1).mean(), error**0.5
+    """The mean of a table [questions, seeds], and its standard error over questions and seeds.
+
+    A share is a question's part, a seed's part and a rest, of the samples' chance. The spread of
+    the questions' means holds the rest, and that of the seeds' means does, too. So the rest's part
+    is subtracted once. It is left where chance makes the two spreads smaller than the rest.
+    """
+    mean = shares.mean(axis=1).mean()
+    squared = shares.mean(axis=1).sem() ** 2
+    if shares.shape[1] > 1:
+        rest = shares.sub(shares.mean(axis=1), axis=0) - shares.mean() + mean
+        freedom = (shares.shape[0] - 1) * (shares.shape[1] - 1)
+        of_rest = (rest**2).to_numpy().sum() / freedom / shares.size
+        squared = max(squared + shares.mean().sem() ** 2 - of_rest, of_rest)
+    return mean, squared**0.5
 
 
 def difference(samples, one, other, what="text"):

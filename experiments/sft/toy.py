@@ -28,7 +28,7 @@ from runtime import cli  # noqa: E402, F401, I001
 import torch  # noqa: E402
 
 from engine.load import load  # noqa: E402
-from tasks.supervised import finetune  # noqa: E402
+from tasks.toy_model import finetune  # noqa: E402
 from engine.tokens import vocabulary  # noqa: E402
 from evaluate import evaluate  # noqa: E402
 from runtime.ranks import init_ranks  # noqa: E402

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from benchmarks import card, widen
 from engine import load
 from engine.export import export
+from experiments.card import card, widen
 from runtime.files import append_rows, read_rows
 
 FEW = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)

@@ -1,4 +1,4 @@
-"""experiments/random_policies: the tables of its page, and what docs/theory.md says of them."""
+"""experiments/random_policies: the tables of its page, and what docs/failures.md says of them."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_the_tables_over_random_policies():
     """The rows of the stored file, and those that the page tells: P of a right solution alone,
     against what rho gives right answers; and a slip to "18"."""
     stored = (ROOT / "experiments/random_policies/README.md").read_text()
-    page = (ROOT / "docs/theory.md").read_text()
+    page = (ROOT / "docs/failures.md").read_text()
     for K in 1, 2, 3, 5:
         cells = " | ".join(f"{x:.2f}".lstrip("0") for x in random_policies.of_its_own(K))
         assert f"| `{K}` | {cells} |" in stored and f"| {K} | {cells} |" in page, cells

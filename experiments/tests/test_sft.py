@@ -1,5 +1,8 @@
 """experiments/sft: the tables and the comparisons of its page are those of its CSVs."""
 
+import re
+
+import numpy
 import pandas
 import pytest
 from conftest import ROOT
@@ -41,13 +44,56 @@ def sampled():
 
 
 def test_where_both_primary_comparisons_are_told():
+    """Here, in the index, and wherever else."""
     samples = sampled()
-    pages = [ROOT / "docs/running.md", ROOT / "experiments/README.md"]
-    for one, more in ("sft", []), ("lora-5e-4", [ROOT / "experiments/lora/README.md"]):
+    others = [*ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")]
+    others.append(ROOT / "experiments/lora/README.md")
+    others = " ".join(words_of(page.read_text()) for page in others)
+    named = {"sft": "(?:fine-tuning|`sft`) minus (?:VeriFree|`verifree`)"}
+    named["lora-5e-4"] = r"(?:`--lora` minus full|SmolLM2:)"
+    for one, name in named.items():
         mean, error, _ = people.difference(samples, one, "full")
         said = f"{short(mean)} ± {short(error)}"
         assert f"minus `full` is {said}" in words_of(PAGE)
-        assert all(said in words_of(page.read_text()) for page in pages + more)
+        assert set(re.findall(rf"{name}(?: is|:)? (-?\.\d+ ± \.\d+)", others)) == {said}
+    for one, told in ("sft", "1.96 standard errors"), ("full", "over four"):
+        mean, error, _ = people.difference(samples, one, "start")
+        assert f"{short(mean)} ± {short(error)}" in words_of(PAGE) and told in words_of(PAGE)
+        assert (one, f"{mean / error:.2f}") in (("sft", "1.96"), ("full", "4.14"))
+    _, error, _ = people.difference(samples, "sft", "full")
+    power = f"{(1.96 + 0.84) * error:.3f}".replace("0.", ".")
+    assert f"only a true difference of {power} or more" in words_of(PAGE)
+
+
+def test_paired_by_seed_the_first_comparison_would_be_decided():
+    """The house rule, which counts no questions, and what the page says of it."""
+    right = sampled().pivot_table("text", "arm", "seed")
+    ahead = (right.loc["sft"] - right.loc["full"]).dropna()
+    half = T[len(ahead) - 2] * ahead.sem()
+    said = f"an interval from {short(ahead.mean() - half)} to {short(ahead.mean() + half)}"
+    one, two, three = map(short, ahead)
+    assert said in words_of(PAGE) and f"({one}, {two} and {three})" in words_of(PAGE)
+
+
+def test_the_chance_of_the_samples_is_counted_once():
+    """The squared standard error is in the mean the variance of the mean of questions + seeds +
+    rest. A rest that is counted in both spreads makes it a third larger here."""
+    rng = numpy.random.default_rng(0)
+    of_questions, of_seeds, of_rest = 0.3, 0.1, 0.5
+    found = []
+    for _ in range(1000):
+        table = of_questions * rng.normal(size=(20, 1)) + of_seeds * rng.normal(size=(1, 3))
+        table = table + of_rest * rng.normal(size=(20, 3))
+        found.append(people.with_seeds(pandas.DataFrame(table)))
+    true = of_questions**2 / 20 + of_seeds**2 / 3 + of_rest**2 / 60
+    means, errors = numpy.array(found).T
+    assert means.var() == pytest.approx(true, rel=0.1)
+    assert (errors**2).mean() == pytest.approx(true, rel=0.1)
+    # It never falls below the rest's own part, even where chance lets both spreads be smaller.
+    mean, error = people.with_seeds(pandas.DataFrame([[0.0, 1.0], [1.0, 0.0]]))
+    assert (mean, error) == (0.5, 0.5)
+    mean, error = people.with_seeds(pandas.DataFrame([[0.0], [1.0]]))
+    assert (mean, error) == (0.5, 0.5)
 
 
 def test_the_rates():

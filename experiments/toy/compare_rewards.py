@@ -38,7 +38,7 @@ from engine.export import export
 from runtime import cli
 from runtime.files import checkpoints, read_config, read_rows
 from tasks import toy, toy_model
-from tasks.supervised import finetune
+from tasks.toy_model import finetune
 
 RUNS = ROOT / "runs" / "compare_rewards"
 REWARDS = ["cer", "exact", "verifree", "rule", "rule+cer"]

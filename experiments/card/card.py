@@ -1,10 +1,10 @@
-"""What a GPU is to show once one is at hand. benchmarks/card.md says what, and declares it.
+"""What a GPU is to show once one is at hand. README.md beside it says what, and declares it.
 
-    python benchmarks/card.py flagship --model WIDE --data DATA --out card         # from widen.py
-    python benchmarks/card.py math --model SMALL --data DATA --out card --minutes 6
-    python benchmarks/card.py rounding --model SMALL --data DATA --out card
-    python benchmarks/card.py gather --out card --lines card.jsonl
-    python benchmarks/card.py draw --lines card.jsonl --out card.svg
+    python experiments/card/card.py flagship --model WIDE --data DATA --out card  # from widen.py
+    python experiments/card/card.py math --model SMALL --data DATA --out card --minutes 6
+    python experiments/card/card.py rounding --model SMALL --data DATA --out card
+    python experiments/card/card.py gather --out card --lines card.jsonl
+    python experiments/card/card.py draw --lines card.jsonl --out card.svg
 
 SMALL is Qwen2.5-Coder-1.5B-Instruct in bf16. DATA has math_train.jsonl, math500.jsonl and
 squad_human.jsonl. Each run is train.py in a process of its own. A run that has ended is in
@@ -29,7 +29,7 @@ import pandas
 import torch
 from transformers import AutoConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's modules
 import train
 from benchmarks.measure import commit, markdown
 from engine.tokens import split_answer
@@ -251,8 +251,9 @@ def main():
         command = commands.add_parser(jobs.__name__, help=jobs.__doc__)
         command.set_defaults(do=run, jobs=jobs)
         add = command.add_argument
-        for name, kind in ("model", str), ("data", Path), ("out", Path):
-            add(f"--{name}", type=kind, required=True, help="a directory")
+        add("--model", required=True, help="a directory")
+        add("--data", type=Path, required=True, help="a directory")
+        add("--out", type=Path, required=True, help="a directory")
         add("--steps", type=int, default=steps)
         add("--seeds", type=int, nargs="+", default=seeds)
         add("--minutes", type=float, default=6.0, help="of each run of math")

@@ -1,6 +1,6 @@
 """Make of a small Qwen2 a model of Qwen3-4B's size that says what the small one says.
 
-    python benchmarks/widen.py QWEN2.5-1.5B WIDE       # 4.0B parameters, 8 GB in bf16
+    python experiments/card/widen.py QWEN2.5-1.5B WIDE       # 4.0B parameters, 8 GB in bf16
 
 It is for timing whole steps of the paper's run, with real samples, where the weights of Qwen3-4B
 are not at hand. Channels, heads, neurons and layers are added. What is added reads, and writes
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository's modules
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's modules
 from engine.export import export  # noqa: E402
 from engine.load import load_model  # noqa: E402
 

@@ -1,0 +1,119 @@
+"""The tables and the picture of the page, from clean_toy.csv.
+
+python experiments/clean_toy/tables.py
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import pandas
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from experiments.toy.compare_rewards import T  # noqa: E402
+
+CSV = Path(__file__).with_name("clean_toy.csv")
+PICTURE = CSV.with_suffix(".svg")
+NAMES = {
+    "kept-exact": "kept: equal to the reference",
+    "kept-rule": "kept: right by a program",
+    "kept-cer": "kept by CER",
+    "kept-verifree": "kept by P",
+    "kept-overlap": "kept by shared words",
+    "kept-em": "solutions by P, with the reference",
+    "rloo-cer": "RLOO: cer",
+    "rloo-verifree": "RLOO: verifree",
+    "rloo-exact": "RLOO: exact",
+    "rloo-rule": "RLOO: rule",
+    "rloo-cer-after-kept": "one round kept by CER, then RLOO: cer",
+    "bare": "fine-tuned on bare references",
+}
+
+
+def read():
+    """A line for each arm, round and seed, with the samples and CPU seconds since the start."""
+    lines = pandas.read_csv(CSV)
+    lines["cpu"] = lines[["sample", "score", "train"]].sum(axis=1)
+    lines = lines.sort_values(["fold", "seed", "arm", "round"])
+    costs = lines.groupby(["fold", "seed", "arm"])[["cpu", "samples"]].cumsum()
+    lines[["cpu", "samples"]] = costs
+    return lines
+
+
+def table(lines):
+    """The mean of each arm and round over its pairs of fold and seed."""
+    rows = {}
+    for (arm, round_), own in lines.groupby(["arm", "round"]):
+        name = "start" if arm == "start" else NAMES[arm]
+        if arm.startswith("kept") and arm != "kept-em":
+            name += f", {round_} round" + ("s" if round_ > 1 else "")
+        cells = {"new": short(own.new.mean()), "greedy": short(own.greedy.mean())}
+        cells |= {"whole triples": short(own.whole.mean()), "known": short(own.known.mean())}
+        cells |= {"samples": f"{own.samples.mean():,.0f}" if arm != "start" else "0"}
+        cells |= {"CPU seconds": f"{own.cpu.mean():.0f}", "runs": str(len(own))}
+        rows[name] = cells
+    return pandas.DataFrame(rows).T
+
+
+def difference(lines, one, other, what="new"):
+    """(arm, round) minus (arm, round), paired by fold and seed -> the mean, the ends of its 95%
+    interval by a t-test, and the number of pairs."""
+    values = [
+        lines[(lines.arm == arm) & (lines["round"] == round_)].set_index(["fold", "seed"])[what]
+        for arm, round_ in (one, other)
+    ]
+    pairs = (values[0] - values[1]).dropna()
+    half = T[len(pairs) - 2] * pairs.std() / math.sqrt(len(pairs))
+    return pairs.mean(), pairs.mean() - half, pairs.mean() + half, len(pairs)
+
+
+PRIMARY = [(("kept-cer", 1), ("kept-exact", 1)), (("kept-cer", 2), ("rloo-cer", 1))]
+
+
+def short(number):
+    return f"{number:.3f}".replace("0.", ".")
+
+
+def in_words(mean, low, high, _):
+    return f"{short(mean)} ({short(low)} to {short(high)})"
+
+
+def draw(lines):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "cer"
+    colors = {"cer": "tab:orange", "exact": "tab:gray", "verifree": "tab:blue", "rule": "tab:green"}
+    colors |= {"overlap": "tab:purple", "em": "tab:cyan"}
+    start = lines[lines.arm == "start"].new.mean()
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    for axis, cost, label in zip(axes, ("samples", "cpu"), ("samples drawn", "CPU seconds")):
+        for arm, own in lines.groupby("arm"):
+            kind, _, reward = arm.partition("-")
+            if reward not in colors:
+                continue
+            of_round = own.groupby("round")[["new", cost]].mean()
+            x, y = [0, *of_round[cost]], [start, *of_round.new]
+            style = "-o" if kind == "kept" else ":s"
+            axis.plot(x, y, style, color=colors[reward], label=NAMES[arm], markersize=5)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("pass@1 on questions of which nothing was shown")
+    axes[1].legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def main():
+    lines = read()
+    print(table(lines).to_string())
+    for one, other in PRIMARY:
+        print(one, "minus", other, in_words(*difference(lines, one, other)))
+    draw(lines)
+
+
+if __name__ == "__main__":
+    main()
