@@ -359,6 +359,8 @@ def test_transformers_4_finds_what_it_needs(tmp_path):
         model.config.tie_word_embeddings = not tied  # what its file said
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
         one_file.save(model, tmp_path)
+        modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+        assert len(modes) == 1  # the umask's, also for the weights
         config = json.loads((tmp_path / "config.json").read_text())
         assert config["tie_word_embeddings"] == tied and config["rope_theta"] == 5e5
         assert (config["rope_scaling"] or {}).get("factor") == rope.get("factor")
