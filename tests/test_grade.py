@@ -9,8 +9,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from transformers import GenerationConfig, LlamaConfig
 
 import evaluate
 import grade
@@ -180,7 +178,7 @@ def test_a_run_of_train_and_the_table_of_judge(user, script, finished_run, toy_m
     code, by_verifier, err = script(judge, f"{flags} --out j")
     assert code == 0, err
     code, out = user(f"j {finished_run}", right=toy.same_number)
-    assert code == 0 and out.count("reference:") == 3 and f"{finished_run} step 2" not in out, out
+    assert code == 0 and out.count("reference:") == 3 and f"{finished_run} step 2" in out, out
     yours, verifiers = out.split("what is right by the run's own verifier")
     for step in 0, 4:
         of_step = [row["right"] for row in held_out if row["step"] == step]
@@ -228,10 +226,9 @@ def model_says(monkeypatch):
     """model_says(seed, accepts): a model that accepts these answers, and what it was asked."""
 
     def install(seed, *accepts):
-        torch.manual_seed(seed)
-        verifier = torch.nn.Linear(1, 1, bias=False)
-        verifier.config, verifier.generation_config = LlamaConfig(), GenerationConfig()
-        monkeypatch.setattr(grade, "load", lambda *_, **__: (verifier, None))
+        Path("M").mkdir(exist_ok=True)
+        Path("M/model.safetensors").write_bytes(bytes([seed]))  # by which its mark is made
+        monkeypatch.setattr(grade, "load", lambda *_, **__: (None, None))
 
         def answers(pairs, *_):
             return [answer in accepts for _, answer in pairs], ["..."] * len(pairs)
