@@ -31,13 +31,13 @@ from engine.load import DTYPES, load, make_policy
 from engine.memory import check_room, plan_memory, saved_bytes
 from engine.policy import make_adam
 from engine.tokens import vocabulary
-from grade import by_grades, choose_questions, read_grades
 from reward_functions import REWARDS
 from rloo import TrainingRow, leave_one_out, update
 from runtime.files import read_config, read_rows, to_jsonl, write_atomically
 from runtime.ranks import init_ranks, open_run_directory
 from runtime.samples import brief, sample_table
 from tasks import data
+from tasks.grades import by_grades, choose_questions, read_grades
 from tasks.prompts import encode_prompt, show_first, usable_prompts
 
 

@@ -20,7 +20,7 @@ from engine.checks import check_sampling, check_training
 from engine.load import add_flags, load, make_policy
 from engine.memory import check_disk, moments_can_leave, plan_memory
 from engine.policy import make_adam, moments_on_host
-from evaluate import evaluate
+from measure import evaluate
 from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rloo import leave_one_out, update
 from rollout import sample
