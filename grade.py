@@ -23,7 +23,7 @@ import os
 import textwrap
 from pathlib import Path
 
-from engine.checkpoints import mark_of
+from engine.checks import mark_of
 from engine.load import add_flags, load
 from measure import say_ratings
 from reward_functions import REWARDS
