@@ -225,7 +225,7 @@ def make_parser():
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     # Optimization.
     add("--lora", type=count, metavar="RANK", help="train low-rank changes of the linear layers")
-    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="rate of Adam (--lora: 1e-5)")
+    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="rate of Adam (--lora: 1e-4)")
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
     add("--rounding", default="dither", choices=["dither", "nearest"], help="nearest: the paper's")
     length = parser.add_mutually_exclusive_group().add_argument
@@ -253,7 +253,7 @@ def parse_args():
     parser = make_parser()
     given = parser.parse_args()
     if given.lora:
-        parser.set_defaults(lr=1e-5)
+        parser.set_defaults(lr=1e-4)  # 1e-5 taught SmolLM2-135M nothing in 30 steps
     if given.resume:
         cli.require(given.out, "--resume needs --out, the run to resume")
         parser.set_defaults(**read_config(given.out)["flags"])

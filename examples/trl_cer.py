@@ -281,7 +281,7 @@ def main():
 def learning_rate(args):
     """TRL's settings for train.py's rate, which falls for the toy and else is constant."""
     if args.model:
-        lr = args.lr or (1e-5 if args.lora else 1e-6)
+        lr = args.lr or (1e-4 if args.lora else 1e-6)
         return {"learning_rate": lr, "lr_scheduler_type": "constant"}
     toys = toy_model.LORA_RATE if args.lora else toy_model.LEARNING_RATE
     lr = args.lr or toys["lr"]

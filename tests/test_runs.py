@@ -398,7 +398,7 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
 
     def ask_judges(groups, *_):
         R = torch.full((4,), reward_of_step(next(steps)))
-        return [Judged(group, None, R) for group in groups]
+        return [Judged(group, None, right=R) for group in groups]
 
     monkeypatch.setattr(train, "ask_judges", ask_judges)
     monkeypatch.setitem(REWARDS, "exact", Reward(lambda judged: judged.right, set()))

@@ -69,11 +69,13 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     flags += f" --verifier math --verifier-model {toy_model_dir} --max-prompt-tokens 64 --keep 1"
     flags += " --max-new-tokens 24 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
     flags += " --cpu-offload --seed 3 --eval-dataset toy-test --eval-every 1 --eval-limit 3"
+
     flags += " --eval-runs 2 --rounding nearest"
     flags += " --out run --save-every 1 --dtype fp32 --sampler auto"
     _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
-    assert named - {"--resume", "--epochs", "--lora"} == set(re.findall(r"--[a-z][\w-]*", flags))
+    others = {"--resume", "--epochs", "--lora", "--examples"}  # the toy has no template for these
+    assert named - others == set(re.findall(r"--[a-z][\w-]*", flags))
     monkeypatch.setattr(measure, "sample", sampled := mock.Mock(side_effect=measure.sample))
     code, _, err = script(train, flags)
     assert code == 0, err
@@ -104,7 +106,7 @@ FLAGS = {
     "--model X": dict(dataset="math7.5k", epochs=5, m=16, lr=1e-6, eval_every=50),
     "--model X --dataset toy": dict(lr=1e-6, lr_end=1.0, samples=8, eval_dataset="toy-test"),
     "--lora 8": dict(lora=8, lr=2e-3, lr_end=0.1),
-    "--model X --lora 1": dict(lora=1, lr=1e-5),
+    "--model X --lora 1": dict(lora=1, lr=1e-4),
     "--model X --lora 1 --lr 2e-6": dict(lora=1, lr=2e-6),
 }
 
@@ -394,6 +396,8 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (sft, "--data open.jsonl", r"open.jsonl: no usable row; expected a .* with a closed"),
+    (sft, "--data good.jsonl --at-least .3", r"--data: expected a directory with --select, or a f"),
+    (sft, "--data {run}", r"--data: expected a directory with --select, or a file without"),
     (sft, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
     (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),
