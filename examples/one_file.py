@@ -407,7 +407,7 @@ def parse_args():
     add("--dataset", help="a .jsonl file of questions and answers")
     add("--eval-dataset", help="another one, of which the right answers are counted now and then")
     add("--reward", choices=["cer", "exact"], default="cer", help="exact: 1 for a verbatim match")
-    add("--steps", type=int, default=45 if is_toy else 100, help="optimizer steps")
+    add("--steps", type=int, default=60 if is_toy else 100, help="optimizer steps")
     add("--questions", type=int, default=16, help="B, in a step")
     add("--samples", type=int, default=8, help="N, of each question")
     add("--max-new-tokens", type=int, default=32 if is_toy else 1024, help="in a sample, at most")
