@@ -48,7 +48,8 @@ import cer  # noqa: E402
 from engine.checks import check_sampling  # noqa: E402
 from engine.export import export  # noqa: E402
 from engine.load import load  # noqa: E402
-from engine.lora import ALPHA, linear_layers  # noqa: E402
+from engine.lora import ALPHA  # noqa: E402
+from engine.memory import linear_layers  # noqa: E402
 from engine.tokens import pad, split_answer, vocabulary  # noqa: E402
 from reward_functions import f1  # noqa: E402
 from rloo import leave_one_out  # noqa: E402

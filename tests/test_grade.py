@@ -16,7 +16,7 @@ import judge
 import train
 from runtime.files import append_rows, read_rows
 from runtime.samples import brief
-from tasks import general_verifier, toy
+from tasks import general_verifier, grades, toy
 
 # In this order they are graded.
 A = {"Q2?": ["x", "y"], "Q0?": ["14.", "fourteen"], "Q3?": ["9", None]}
@@ -283,8 +283,8 @@ def test_the_verifier_is_read_on_the_rows_that_are_graded(user):
     rows = [row | {"right": [True, False]} for row in read_rows("a/samples.jsonl")]
     rows.append(rows[0] | {"references": ["other"], "right": [False, False]})
     Path("a/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = grade.choose_questions([row | {"run": "a"} for row in rows], 9)
-    order = grade.in_doubt(samples).case.unique()
+    samples = grades.choose_questions([row | {"run": "a"} for row in rows], 9)
+    order = grades.in_doubt(samples).case.unique()
     code, out = user("a", replies="".join("?\n" if "other" in case else "\n" for case in order))
     assert code == 0 and f"2 {BY_YOU}:\n  a: pass@1 0 ± 0\n" in out
     assert "2 questions, what is right by the run's own verifier:\n  a: pass@1 .5 ± 0\n" in out

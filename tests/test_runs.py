@@ -38,7 +38,8 @@ from transformers import AutoModelForCausalLM
 
 import train
 from engine import policy
-from engine.checkpoints import load_checkpoint, mark_of, save_checkpoint
+from engine.checkpoints import load_checkpoint, save_checkpoint
+from engine.checks import mark_of
 from engine.lora import LoraPolicy
 from reward_functions import REWARDS, Judged, Reward
 from rloo import TrainingRow, update

@@ -14,6 +14,7 @@ from conftest import steps_of, summary_of, written_by
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
+import measure
 import plot
 import sft
 import train
@@ -75,7 +76,7 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
     others = {"--resume", "--epochs", "--lora", "--examples"}  # the toy has no template for these
     assert named - others == set(re.findall(r"--[a-z][\w-]*", flags))
-    monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
+    monkeypatch.setattr(measure, "sample", sampled := mock.Mock(side_effect=measure.sample))
     code, _, err = script(train, flags)
     assert code == 0, err
     _, _, problems, runs, tokens = sampled.call_args.args
@@ -289,7 +290,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     Path("mine.jsonl").write_text('{"question": "Q?", "answer": "1"}\n')
     flags = "--model=~/model --limit 3 --runs 4 --max-new-tokens 21 --verifier math"
     flags += f" --temperature 0.3 --top-p 0.9 --top-k 9 --dataset={held_out},~/mine.jsonl"
-    monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
+    monkeypatch.setattr(measure, "sample", sampled := mock.Mock(side_effect=measure.sample))
     texts = []
     for seed in 0, 1:
         code, out, err = script(evaluate, f"{flags} --seed {seed} --out=~/{seed}")

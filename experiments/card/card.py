@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 import train
 from benchmarks.measure import commit, markdown
 from engine.tokens import split_answer
-from evaluate import evaluation, summarize
 from experiments.copies.copies import copies_working
 from experiments.people import own_case
+from measure import evaluation, summarize
 from plot import Figure, save
 from runtime import cli
 from runtime.files import append_rows, read_rows, to_jsonl

@@ -7,7 +7,7 @@ import pandas
 from conftest import ROOT
 from test_readme import COMMAND
 
-import judge
+import measure
 from experiments.rare_reference import rare_reference
 from experiments.tests.told import (
     in_words,
@@ -85,7 +85,7 @@ def test_the_first_hour_on_a_gpu_is_as_it_was_measured():
 
 def test_the_printed_table_of_judge_is_that_of_its_samples(capsys):
     lines = read_rows(ROOT / "experiments/asking/judge-example.jsonl")
-    judge.say_ratings(sample_table([{"question": k} | line for k, line in enumerate(lines)]))
+    measure.say_ratings(sample_table([{"question": k} | line for k, line in enumerate(lines)]))
     printed = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines())
     assert printed in (ROOT / "docs/rewards.md").read_text()
 
