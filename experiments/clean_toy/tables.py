@@ -108,7 +108,7 @@ def draw(lines):
             axis.plot(x, y, style, color=colors[reward], label=NAMES[arm], markersize=5)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("pass@1 on questions of which nothing was shown")
+    axes[0].set_ylabel("pass@1 on new questions")
     axes[1].legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(PICTURE, metadata={"Date": None})
