@@ -10,12 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig
+from safetensors.torch import save_file
 
 import evaluate
 import grade
 import judge
 import train
+from runtime.cli import InputError
 from runtime.files import append_rows, read_rows
 from runtime.samples import brief
 from tasks import general_verifier, toy
@@ -228,10 +229,9 @@ def model_says(monkeypatch):
     """model_says(seed, accepts): a model that accepts these answers, and what it was asked."""
 
     def install(seed, *accepts):
-        torch.manual_seed(seed)
-        verifier = torch.nn.Linear(1, 1, bias=False)
-        verifier.config, verifier.generation_config = LlamaConfig(), GenerationConfig()
-        monkeypatch.setattr(grade, "load", lambda *_, **__: (verifier, None))
+        Path("M").mkdir(exist_ok=True)
+        save_file({"weight": torch.tensor([float(seed)])}, "M/model.safetensors")
+        monkeypatch.setattr(grade, "load", lambda *_, **__: (mock.Mock(), None))
 
         def answers(pairs, *_):
             return [answer in accepts for _, answer in pairs], ["..."] * len(pairs)
@@ -266,6 +266,15 @@ def test_a_models_grades_belong_to_its_weights_and_the_prompt(user, model_says):
         asked = model_says(seed, "x")
         assert user("a --by M --prompt p.txt")[0] == 0 and asked.call_count == calls
     assert len([*Path("a").glob("grades-M-*.jsonl")]) == 3
+
+
+def test_it_runs_in_one_process(user, monkeypatch):
+    """Each would ask for every grade."""
+    write("a", A)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["grade.py", "a"])
+    with pytest.raises(InputError, match="grade.py runs without torchrun"):
+        grade.main()
 
 
 def test_the_last_grade_counts_and_a_second_person_has_a_second_file(user):
