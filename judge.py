@@ -11,96 +11,21 @@ the others.
 
 from runtime import cli  # isort: split
 
-import numpy
-import pandas
 import torch.distributed as dist
 
 from cer import check_scoring
 from engine.checks import check_sampling
 from engine.load import load
-from evaluate import add_model_and_data, in_batches, load_model_and_data
+from measure import add_model_and_data, in_batches, load_model_and_data, say_ratings
 from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rollout import sample
-from runtime.files import append_rows, write_atomically
+from runtime.files import append_rows
 from runtime.ranks import seed_everything
-from runtime.report import warning
-from runtime.samples import brief, group_line, sample_table, say_grade, tiny_reward_groups
+from runtime.samples import group_line, sample_table, say_grade
 
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"
 AT_ONCE = 8  # questions that a rank samples before they are on the disk
-FEW = 10  # fewer questions with right and wrong answers give no interval
-
-
-# ---------------------------------------------------------------------------------------- the table
-
-
-def say_ratings(samples, path=None):
-    """Print what samples say about the rewards that all of them have -> the table, a DataFrame with
-    a row for each reward. path: where it is written before anything is printed."""
-    given = [name for name in samples if name in REWARDS]
-    names = [name for name in given if samples[name].notna().all()]
-    if lacking := ", ".join(name for name in given if name not in names):
-        print(f"left out, since some questions lack them: {lacking}")
-    if not names:
-        return None
-    samples = samples.set_index(samples.case.factorize()[0])  # a question of several calls is one
-    both, table = rate_rewards(samples, names)
-    if path:
-        write_atomically(path, table.to_json(orient="index", indent=2, double_precision=15))
-    by_question = samples[["answered", "right", "verbatim", "truncated"]].groupby(level=0)
-    shares = by_question.mean().mean()
-    sampled = ", ".join(f"{name} {brief(share)}" for name, share in shares.items())
-    print(f"{samples.index.nunique()} questions, {len(samples)} samples: {sampled}")
-    print(f"{both} questions have both right and wrong answers; AUC is their mean")
-    print(table.map(lambda x: "-" if pandas.isna(x) else brief(x)).to_string())
-    print("low, high: 95% over questions; right, wrong: the mean rewards of such answers")
-    if "asked" in names:
-        print("asked can be gamed: read samples (experiments/asking/README.md)")
-    warned = {}
-    for name in names:  # what train.py would warn of with this reward
-        tiny = tiny_reward_groups(samples, samples[name], "actor" in REWARDS[name].judges)
-        problem = warning(dict(shares, tiny_reward_groups=tiny))
-        warned.setdefault(problem, []).append(name)
-    for problem in filter(None, warned):
-        cli.say(f"warning ({', '.join(warned[problem])}): {problem}")
-    return table
-
-
-def rate_rewards(samples, names):
-    """-> how many questions have both right and wrong answers, and the table. samples: indexed by
-    question."""
-    answered = samples[samples.answered]
-    aucs = question_aucs(answered, names)
-    table = pandas.DataFrame(index=names, columns=["AUC", "low", "high"], dtype=float)
-    if len(aucs):
-        table["AUC"] = aucs.mean(0)
-    if len(aucs) >= FEW:
-        _, table["low"], table["high"] = interval(aucs)
-    table["right"] = answered[answered.right][names].mean()
-    table["wrong"] = answered[~answered.right][names].mean()
-    return len(aucs), table
-
-
-def interval(of_questions, statistic=lambda resampled: resampled.mean(0)):
-    """A statistic of what each question has, and the ends of its 95% interval, by resampling the
-    questions -> three arrays. of_questions: [questions, ...]. statistic: of such an array."""
-    count = len(of_questions)
-    chosen = numpy.random.default_rng(0).integers(count, size=(2000, count))
-    resampled = numpy.array([statistic(of_questions[questions]) for questions in chosen])
-    return statistic(of_questions), *numpy.nanquantile(resampled, [0.025, 0.975], axis=0)
-
-
-def question_aucs(answered, names):
-    """For each question that has right and wrong answers, and each reward, how often a right answer
-    receives more than a wrong one; ties count half -> [questions, rewards]."""
-    aucs = []
-    for _, group in answered.groupby(level=0):
-        right, wrong = (group[group.right == x][names].to_numpy() for x in (True, False))
-        if len(right) and len(wrong):
-            difference = right[:, None] - wrong
-            aucs.append(((difference > 0) + 0.5 * (difference == 0)).mean((0, 1)))
-    return numpy.array(aucs).reshape(-1, len(names))
 
 
 def main():

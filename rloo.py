@@ -45,15 +45,21 @@ class TrainingRow:
     weights: list[float]  # 0: left out of the loss
 
 
+def completion_row(prompt, ids, weight):
+    """A prompt, and a completion of which each token has this weight, also the stop token.
+
+    >>> completion_row([5, 6], [7, 8, 0], 0.5)  # 0 is the stop token
+    TrainingRow(ids=[5, 6, 7, 8, 0], weights=[0.0, 0.0, 0.5, 0.5, 0.5])
+    """
+    return TrainingRow(prompt + ids, [0.0] * len(prompt) + [weight] * len(ids))
+
+
 def rloo_rows(judged, R, A, tokenizer):
     """The training rows of one question. Every sampled token of sample i has weight A_i, also those
     after the box. The prompt's tokens have weight 0. R, A [N] -> N rows. R and the tokenizer are
     for verifree_rows, which is called in the same way."""
-    group = judged.group
-    return [
-        TrainingRow(group.prompt + ids, [0.0] * len(group.prompt) + [A_i] * len(ids))
-        for ids, A_i in zip(group.completions, A.tolist())
-    ]
+    prompt, pairs = judged.group.prompt, zip(judged.group.completions, A.tolist())
+    return [completion_row(prompt, ids, A_i) for ids, A_i in pairs]
 
 
 def verifree_rows(judged, R, A, tokenizer):
@@ -84,13 +90,16 @@ def verifree_rows(judged, R, A, tokenizer):
 def update(policy, optimizer, rows, lr, token_budget):
     """One optimizer step on all ranks' rows (the same list on every rank) -> (loss, gradient norm).
 
-    The loss is -sum over tokens of weight * log pi, divided by the number of samples. With the
-    weight A_i on every token of sample i this is the paper's objective: a sum over tokens and a
-    mean over samples. There is no division by the standard deviation or by the length, no KL term
-    and no entropy term. The gradient norm is clipped to 1. If the gradient is not finite, no weight
-    changes."""
+    The loss is, for N rows of samples,
+
+        loss = -1/N sum_i sum_t weight[i, t] * log pi(ids[i, t] | all ids before it)
+
+    With the weight A_i on every token of sample i this is the paper's objective: a sum over tokens
+    and a mean over samples. There is no division by the standard deviation or by the length, no KL
+    term and no entropy term. The gradient norm is clipped to 1. If the gradient is not finite, no
+    weight changes."""
     world = dist.get_world_size()
-    samples = len(rows)  # the loss is a mean over all of them, also those dropped below
+    N = len(rows)  # samples; the loss is a mean over all of them, also those dropped below
     # A row whose weights are all 0 has no gradient. If every row is like that, keep one: the step
     # is then what it would be without dropping any, since Adam moves by its momentum all the same.
     rows = [row for row in rows if any(row.weights)] or rows[:1]
@@ -100,7 +109,7 @@ def update(policy, optimizer, rows, lr, token_budget):
         ids, weights = ids.to(policy.device), weights.to(policy.device)  # [b, L] each
         policy.set_requires_gradient_sync(policy.sync_every_batch or count == len(todo))
         logprobs = policy(ids, weights != 0)  # of the tokens with a weight
-        part = -(weights[weights != 0] * logprobs).sum() / samples
+        part = -(weights[weights != 0] * logprobs).sum() / N
         (part * world).backward()  # FSDP averages gradients over the ranks; * world sums them
         loss = loss + part.detach()
     dist.all_reduce(loss)

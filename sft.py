@@ -31,13 +31,13 @@ from engine.load import DTYPES, load, make_policy
 from engine.memory import check_room, plan_memory, saved_bytes
 from engine.policy import make_adam
 from engine.tokens import vocabulary
-from grade import by_grades, choose_questions, read_grades
 from reward_functions import REWARDS
-from rloo import TrainingRow, leave_one_out, update
+from rloo import completion_row, leave_one_out, update
 from runtime.files import read_config, read_rows, to_jsonl, write_atomically
 from runtime.ranks import init_ranks, open_run_directory
 from runtime.samples import brief, sample_table
 from tasks import data
+from tasks.grades import by_grades, choose_questions, read_grades
 from tasks.prompts import encode_prompt, show_first, usable_prompts
 
 
@@ -84,10 +84,7 @@ def main():
     for step in cli.progress("steps", range(1, steps + 1), unit="step"):
         batch = [rng.choice(row) for row in order[(step - 1) * args.batch : step * args.batch]]
         scale = len(batch) / sum(len(completion) for _, completion, _ in batch)
-        training_rows = [
-            TrainingRow(prompt + completion, [0.0] * len(prompt) + [scale * w] * len(completion))
-            for prompt, completion, w in batch
-        ]
+        training_rows = [completion_row(prompt, ids, scale * w) for prompt, ids, w in batch]
         # The rate rises for a twentieth of the steps, and falls linearly, to 0 after the last.
         lr = args.lr * min(step / (1 + steps // 20), (steps + 1 - step) / steps)
         loss, _ = update(policy, optimizer, training_rows, lr, budget)
@@ -105,7 +102,8 @@ def main():
             for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
                 path.rename(out / path.name)
             partial.rmdir()
-            print(f"final loss {loss:.3f}; next: python judge.py --model {out} --dataset FILE")
+            model = cli.for_shell(out)
+            print(f"final loss {loss:.3f}; next: python judge.py --model {model} --dataset FILE")
             most = max(len(completion) for row in rows for _, completion, _ in row)
             print(f"--max-new-tokens: at least {most}, as many as the longest completion has")
     dist.barrier()  # torchrun ends all ranks when one has ended

@@ -20,7 +20,7 @@ from engine.checks import check_sampling, check_training
 from engine.load import add_flags, load, make_policy
 from engine.memory import check_disk, moments_can_leave, plan_memory
 from engine.policy import make_adam, moments_on_host
-from evaluate import evaluate
+from measure import evaluate
 from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rloo import leave_one_out, update
 from rollout import sample
@@ -56,10 +56,10 @@ def main():
     # A resumed run keeps its data, its flags, and the model it began with if that is loaded again.
     prompts = [encode_prompt(tokenizer, problem) for problem in [*problems, *held_out][:1000]]
     judge = verifier_model and verifier_model[0].name_or_path
-    mark = fingerprint(problems, held_out, prompts, judge, None if saved else model_path)
+    origin = fingerprint(problems, held_out, prompts, judge, None if saved else model_path)
     last_step = args.steps or max(1, args.epochs * len(problems) // args.questions)
     if args.resume:
-        check_resumed(out, vars(args) | mark, RESUME_MAY_CHANGE, last_step)
+        check_resumed(out, vars(args) | origin, RESUME_MAY_CHANGE, last_step)
         remove_partial(out)
 
     # The policy is trained, and copied to the actor after each step (see engine/policy.py). With
@@ -78,7 +78,7 @@ def main():
     policy.copy_weights(actor)
     check_training(policy, actor)
 
-    log = RunLog(out, args, mark, step, last_step, logged)
+    log = RunLog(out, args, origin, step, last_step, logged)
     log.header(actor, problems, f"{memory}\n{disk}")
     show_first(tokenizer, problems, args.dataset)
     if held_out:
@@ -225,7 +225,7 @@ def make_parser():
     add("--max-new-tokens", type=count, default=4096, help="longer completions are cut off")
     # Optimization.
     add("--lora", type=count, metavar="RANK", help="train low-rank changes of the linear layers")
-    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="rate of Adam (--lora: 1e-5)")
+    add("--lr", type=cli.number(float, 1e-12, 1), default=1e-6, help="rate of Adam (--lora: 1e-4)")
     add("--lr-end", type=cli.number(float, 0, 1), default=1.0, help="last rate / --lr (linear)")
     add("--rounding", default="dither", choices=["dither", "nearest"], help="nearest: the paper's")
     length = parser.add_mutually_exclusive_group().add_argument
@@ -253,7 +253,7 @@ def parse_args():
     parser = make_parser()
     given = parser.parse_args()
     if given.lora:
-        parser.set_defaults(lr=1e-5)
+        parser.set_defaults(lr=1e-4)  # 1e-5 taught SmolLM2-135M nothing in 30 steps
     if given.resume:
         cli.require(given.out, "--resume needs --out, the run to resume")
         parser.set_defaults(**read_config(given.out)["flags"])

@@ -2,17 +2,15 @@
 
 import json
 import os
-from hashlib import sha1, sha256
-from pathlib import Path
+from hashlib import sha256
 
-import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from engine.checks import find_file, weight_files
+from engine.checks import mark_of
 from engine.export import export
 from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import LOGS, beginning, checkpoints, how_to_resume, read_config, remove_partial
@@ -29,22 +27,6 @@ def fingerprint(problems, held_out, prompts, judge=None, base=None):
     data = f"{len(problems)} questions and {len(held_out)} held out, sha256 {digest}"
     data += f", judge {mark_of(judge)}" if judge else ""
     return {"data": data} | ({"base": mark_of(base)} if base else {})
-
-
-OF_A_MODEL = "config.json generation_config.json tokenizer.json tokenizer_config.json".split()
-OF_A_MODEL += ["special_tokens_map.json", "chat_template.jinja"]
-
-
-def mark_of(name, *more):
-    """A mark of a model that changes with every byte of its files (weights, config, stop tokens,
-    tokenizer and chat template), and with what else is given."""
-    digest = sha1(repr(more).encode())  # faster than others, and nobody forges a model here
-    files = [find_file(name, file) for file in OF_A_MODEL] + weight_files(name)
-    for path in (each for each in files if each and Path(each).stat().st_size):
-        content = numpy.memmap(path, mode="r")  # without a copy
-        digest.update(f"{Path(path).name} {len(content)} ".encode())
-        digest.update(content)
-    return digest.hexdigest()[:6]
 
 
 def check_resumed(out, flags, may_change, last_step):

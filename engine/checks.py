@@ -4,8 +4,10 @@ cannot sample from it."""
 
 import json
 import logging
+from hashlib import sha1
 from pathlib import Path
 
+import numpy
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
@@ -73,6 +75,22 @@ def weight_files(name):
         return [single] if single else []
     shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
     return [cached_file(name, shard) for shard in sorted({*shards})]
+
+
+OF_A_MODEL = "config.json generation_config.json tokenizer.json tokenizer_config.json".split()
+OF_A_MODEL += ["special_tokens_map.json", "chat_template.jinja"]
+
+
+def mark_of(name, *more):
+    """A mark of a model that changes with every byte of its files (weights, config, stop tokens,
+    tokenizer and chat template), and with what else is given."""
+    digest = sha1(repr(more).encode())  # faster than others, and nobody forges a model here
+    files = [find_file(name, file) for file in OF_A_MODEL] + weight_files(name)
+    for path in (each for each in files if each and Path(each).stat().st_size):
+        content = numpy.memmap(path, mode="r")  # without a copy
+        digest.update(f"{Path(path).name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()[:6]
 
 
 def check_weights(name, info, model, files):

@@ -21,23 +21,11 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch.distributed.fsdp import fully_shard
 
+from engine.memory import linear_layers
 from engine.policy import completion_logprobs, spread
-from runtime.cli import is_rank_0, require
+from runtime.cli import is_rank_0
 
 ALPHA = 32  # s = ALPHA / rank; with it all ranks want about the same learning rate
-
-
-def linear_layers(actor, rank):
-    """The layers with an A and a B, {name: torch.nn.Linear}. InputError if these are not all that
-    have matrices (experts are no linear layers), or if one is too small."""
-    inside = actor.base_model.layers
-    linear = {name: m for name, m in inside.named_modules() if isinstance(m, torch.nn.Linear)}
-    matrices = [name for name, p in inside.named_parameters() if p.dim() > 1]
-    others = [name for name in matrices if name.removesuffix(".weight") not in linear]
-    family, least = actor.config.model_type, min(min(m.weight.shape) for m in linear.values())
-    require(not others, f"--lora trains linear layers, which {family}'s {others[:1]} is not")
-    require(rank <= least, f"--lora {rank} is more than {least}, the smallest size of a layer")
-    return linear
 
 
 class LoraPolicy(torch.nn.Module):

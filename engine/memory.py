@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.lora import linear_layers
 from engine.tokens import LOGITS_AT_ONCE
 from runtime.cli import InputError, require
 from runtime.files import checkpoints
@@ -58,6 +57,19 @@ def plan_memory(actor, longest_row, microbatch_tokens=None, cpu_offload=False, l
     need = f"{least} tokens in a micro-batch need about {(fixed + least * of_token) / 1e9:.3g} GB"
     helps = "shorter rows or a smaller model" if lora else "--lora 32 or more GPUs (torchrun)"
     raise InputError(f"{need} beside the actor, and {free / 1e9:.3g} are free: use {helps}")
+
+
+def linear_layers(actor, rank):
+    """The layers with an A and a B, {name: torch.nn.Linear}. InputError if these are not all that
+    have matrices (experts are no linear layers), or if one is too small."""
+    inside = actor.base_model.layers
+    linear = {name: m for name, m in inside.named_modules() if isinstance(m, torch.nn.Linear)}
+    matrices = [name for name, p in inside.named_parameters() if p.dim() > 1]
+    others = [name for name in matrices if name.removesuffix(".weight") not in linear]
+    family, least = actor.config.model_type, min(min(m.weight.shape) for m in linear.values())
+    require(not others, f"--lora trains linear layers, which {family}'s {others[:1]} is not")
+    require(rank <= least, f"--lora {rank} is more than {least}, the smallest size of a layer")
+    return linear
 
 
 def trained_parameters(actor, lora):

@@ -119,13 +119,13 @@ def token_logprobs(hidden, lm_head, targets, chunk=LOGITS_AT_ONCE):
     fp32, and their gradient as much again.
     """
 
-    def piece(h, y):
+    def of_chunk(h, y):
         logits = lm_head(h)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # fp64 stays fp64
         return -F.cross_entropy(logits, y, reduction="none")
 
-    pieces = zip(hidden.split(chunk), targets.split(chunk))
-    return torch.cat([checkpoint(piece, h, y, use_reentrant=False) for h, y in pieces])
+    chunks = zip(hidden.split(chunk), targets.split(chunk))
+    return torch.cat([checkpoint(of_chunk, h, y, use_reentrant=False) for h, y in chunks])
 
 
 @contextlib.contextmanager

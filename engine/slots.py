@@ -25,6 +25,7 @@ def sample_pieces(model, rows, stops, bar, piece=128, **settings):
     smallest = min((len(row.ids) + min(row.room, piece) for row in rows), default=1)
     fit = tokens_that_fit(model, len(rows), smallest)
     slots = Slots(model, max(min(sum(sizes), fit), *sizes, 0))
+    hf.AttentionInterface.register("slots", attend)
     model.set_attn_implementation("slots")
     try:
         while unfinished := [row for row in rows if row.room > 0]:
@@ -196,6 +197,3 @@ def attend(module, query, keys, values, mask, *, slots, scaling=None, **rest):
         seqused_k=slots.used,
     )
     return attention[:, None], None
-
-
-hf.AttentionInterface.register("slots", attend)

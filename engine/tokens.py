@@ -37,13 +37,13 @@ def split_answer(text: str) -> tuple[int, str] | None:
     """
     last = None
     opened = []  # the braces not yet closed, as (offset, whether it opens a box)
-    for mark in BRACES.finditer(text):
-        if mark[0] == "}":
+    for brace in BRACES.finditer(text):
+        if brace[0] == "}":
             offset, is_box = opened.pop() if opened else (0, False)
             if is_box and (last is None or offset > last[0]):
-                last = offset, text[offset + 1 : mark.start()]
-        elif mark[0].endswith("{") and mark[0] != r"\{":
-            opened.append((mark.end() - 1, mark[0] != "{"))
+                last = offset, text[offset + 1 : brace.start()]
+        elif brace[0].endswith("{") and brace[0] != r"\{":
+            opened.append((brace.end() - 1, brace[0] != "{"))
     return last
 
 

@@ -155,12 +155,11 @@ def rewards(model, tokenizer, prompt, boxes, references):
     P = sum(log_row[reference].exp() for reference in references)  # pi(a* | s_j, q)
     for i, box in enumerate(boxes):
         if box and box.answer:
-            # pi(s_j | a_i, q): the row of W over its sum. Bayes multiplies with the prior
-            # pi(s_j | q), too. But likely solutions were sampled more often, so it is counted.
-            # The sample's own solution is among the columns, since it has led to this answer.
-            # (With it alone, R would be its P, the same for a right and a wrong answer.)
-            posterior = log_row[box.answer].softmax(0)
-            R[i] = posterior @ P
+            # The softmax is pi(s_j | a_i, q): the row of W over its sum. Bayes multiplies with the
+            # prior pi(s_j | q), too. But likely solutions were sampled more often, so it is
+            # counted. The sample's own solution is among the columns, since it has led to this
+            # answer. (With it alone, R would be its P, the same for a right and a wrong answer.)
+            R[i] = log_row[box.answer].softmax(0) @ P
     return R
 
 
@@ -312,8 +311,8 @@ def load(args):
 
     # This is tokenizer.json. AutoTokenizer would build some tokenizers anew, with other rules.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
-    box = cut(tokenizer, encode(tokenizer, r"so \boxed{é 14}"))
-    require(box and box.answer == "é 14", f"{args.model}: its tokenizer is not byte-level BPE")
+    is_byte_level = spell(tokenizer, encode(tokenizer, "{é 14}")) == "{é 14}".encode()
+    require(is_byte_level, f"{args.model}: its tokenizer is not byte-level BPE")
     questions = read_questions(tokenizer, args.dataset)
     held_out = read_questions(tokenizer, args.eval_dataset) if args.eval_dataset else []
 
@@ -386,7 +385,7 @@ def save(model, directory):
     config, weight = model.config, model.get_output_embeddings().weight
     # A config can say "tied" where the file has two matrices, which the library then uses.
     config.tie_word_embeddings = weight is model.get_input_embeddings().weight
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size="1TB")  # one file
     rope = dict(getattr(config, "rope_parameters", None) or {})
     settings = {old: getattr(config, old) for old in config.attribute_map} | rope
     settings["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
@@ -394,6 +393,8 @@ def save(model, directory):
     for name, entries in ("config.json", settings), ("tokenizer_config.json", tokens):
         path = Path(directory, name)
         path.write_text(json.dumps(json.loads(path.read_text()) | entries, indent=2))
+    # Safetensors keeps its file from all other users. Now whoever can read the config reads it.
+    Path(directory, "model.safetensors").chmod(path.stat().st_mode)
 
 
 def parse_args():
@@ -406,7 +407,7 @@ def parse_args():
     add("--dataset", help="a .jsonl file of questions and answers")
     add("--eval-dataset", help="another one, of which the right answers are counted now and then")
     add("--reward", choices=["cer", "exact"], default="cer", help="exact: 1 for a verbatim match")
-    add("--steps", type=int, default=45 if is_toy else 100, help="optimizer steps")
+    add("--steps", type=int, default=60 if is_toy else 100, help="optimizer steps")
     add("--questions", type=int, default=16, help="B, in a step")
     add("--samples", type=int, default=8, help="N, of each question")
     add("--max-new-tokens", type=int, default=32 if is_toy else 1024, help="in a sample, at most")

@@ -48,7 +48,8 @@ import cer  # noqa: E402
 from engine.checks import check_sampling  # noqa: E402
 from engine.export import export  # noqa: E402
 from engine.load import load  # noqa: E402
-from engine.lora import ALPHA, linear_layers  # noqa: E402
+from engine.lora import ALPHA  # noqa: E402
+from engine.memory import linear_layers  # noqa: E402
 from engine.tokens import pad, split_answer, vocabulary  # noqa: E402
 from reward_functions import f1  # noqa: E402
 from rloo import leave_one_out  # noqa: E402
@@ -280,7 +281,7 @@ def main():
 def learning_rate(args):
     """TRL's settings for train.py's rate, which falls for the toy and else is constant."""
     if args.model:
-        lr = args.lr or (1e-5 if args.lora else 1e-6)
+        lr = args.lr or (1e-4 if args.lora else 1e-6)
         return {"learning_rate": lr, "lr_scheduler_type": "constant"}
     toys = toy_model.LORA_RATE if args.lora else toy_model.LEARNING_RATE
     lr = args.lr or toys["lr"]

@@ -67,8 +67,8 @@ def run_script(main):
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        smaller = "a smaller --max-new-tokens, --microbatch-tokens or --batch, or a smaller model"
-        message = f"{error}: use {smaller}; in train.py also --lora or --cpu-offload"
+        smaller = "a smaller --max-new-tokens, --microbatch-tokens or model"
+        message = f"{error}: use {smaller}; to train also --lora or --cpu-offload"
     print(f"{Path(sys.argv[0]).name}: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
 

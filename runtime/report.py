@@ -44,10 +44,10 @@ class RunLog:
     of each step) and evaluations.jsonl (all held-out samples). All ranks call it, and gather what
     rank 0 writes.
 
-    mark: the fingerprint. step: of the last checkpoint, or 0 if there is none, and the run begins
+    origin: the fingerprint. step: of the last checkpoint, or 0 if there is none, and the run begins
     anew. logged: what `logged` said when the checkpoint was saved."""
 
-    def __init__(self, out, args, mark, step, last_step, logged):
+    def __init__(self, out, args, origin, step, last_step, logged):
         self.out, self.args = out, args
         self.first_step, self.last_step = step + 1, last_step
         self.warned, self.started = set(), None
@@ -60,7 +60,7 @@ class RunLog:
         for name in [name for name in made if before.get(name, made[name]) != made[name]]:
             say(f"{name} was {before[name]} and is {made[name]}: the result may differ")
             made[name] = before[name]
-        config = before | {"flags": flags} | mark | made
+        config = before | {"flags": flags} | origin | made
         write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
         self.open_logs(logged)
 

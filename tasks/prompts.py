@@ -76,11 +76,11 @@ def through_template(tokenizer, messages, **options):
 def around_message(tokenizer, *before):
     """What a chat template puts before and after a user's message, which it has to show once.
     before: other messages. A model that can think before it answers is told not to."""
-    mark = "\x00"
-    messages = [*before, {"role": "user", "content": mark}]
+    placeholder = "\x00"
+    messages = [*before, {"role": "user", "content": placeholder}]
     chat = through_template(tokenizer, messages, enable_thinking=False)
-    require(chat.count(mark) == 1, "the chat template does not show the user's message once")
-    return chat.split(mark)
+    require(chat.count(placeholder) == 1, "the chat template does not show the user's message once")
+    return chat.split(placeholder)
 
 
 def encode_plain(tokenizer, text):

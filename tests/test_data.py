@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-import evaluate
+import measure
 from engine.tokens import split_answer
 from runtime.cli import InputError
 from runtime.files import read_rows, table_rows
@@ -312,12 +312,13 @@ def test_two_names_for_one_thing_are_left_out_and_counted(load_rows, capsys, nam
 
 
 def test_data_sets_may_be_separated_by_a_comma_and_a_space(monkeypatch):
-    read, args = mock.Mock(), mock.Mock(dataset="toy, ~/rows.csv,toy-test")
-    monkeypatch.setattr(evaluate, "load_problems", read)
-    monkeypatch.setattr(evaluate, "init_ranks", mock.Mock())
-    monkeypatch.setattr(evaluate, "open_run_directory", mock.Mock(side_effect=InputError))
+    args = mock.Mock(dataset="toy, ~/rows.csv,toy-test", examples=None)
+    read = mock.Mock(return_value=[])
+    monkeypatch.setattr(measure, "load_problems", read)
+    monkeypatch.setattr(measure, "init_ranks", mock.Mock())
+    monkeypatch.setattr(measure, "open_run_directory", mock.Mock(side_effect=InputError))
     with pytest.raises(InputError):
-        evaluate.load_model_and_data(args, 8, "eval")
+        measure.load_model_and_data(args, 8, "eval")
     names = [call.args[0] for call in read.call_args_list]
     assert names == ["toy", os.path.expanduser("~/rows.csv"), "toy-test"]
 

@@ -14,13 +14,14 @@ from unittest import mock
 import pytest
 
 import evaluate
+import measure
 from runtime import cli, ranks
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_ctrl_c_in_a_script_is_one_line(script, monkeypatch):
-    monkeypatch.setattr(evaluate, "load", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(measure, "load", mock.Mock(side_effect=KeyboardInterrupt))
     code, out, err = script(evaluate, "--model x --out run --dataset toy")
     assert (code, out, err) == (130, "", "evaluate.py: stopped by Ctrl-C\n")
 
@@ -114,7 +115,33 @@ def test_no_library_computes_with_gmpy2(tmp_path):
     command = [sys.executable, "-c", "import runtime, math_verify"]
     ended = subprocess.run(command, env=clean, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
-    for path in ROOT.glob("*.py"):
-        if "run_script(main)" in (source := path.read_text()):
-            imported = re.findall(r"^(?:from|import) .*", source, re.MULTILINE)
-            assert imported[0].startswith("from runtime"), path.name
+    for path in scripts():
+        assert imports(path)[0].startswith("runtime"), path.name
+
+
+def scripts():
+    return [path for path in ROOT.glob("*.py") if "run_script(main)" in path.read_text()]
+
+
+def imports(path):
+    """The modules that a file imports, also within a function."""
+    return re.findall(r"^ *(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
+
+
+def test_imports_go_downwards_only():
+    """No file imports a script. engine/ and runtime/ know neither the tasks nor the method, tasks/
+    not the method, and who samples does not import who trains."""
+    top, names = {path.stem for path in ROOT.glob("*.py")}, {path.stem for path in scripts()}
+    assert {"train", "evaluate", "judge", "grade", "sft", "split", "plot"} == names
+    forbidden = {".": names, "tasks": top, "engine": top | {"tasks"}}
+    forbidden["runtime"] = forbidden["engine"] | {"engine"}
+    for folder, not_here in forbidden.items():
+        for path in (ROOT / folder).glob("*.py"):
+            found = {name.split(".")[0] for name in imports(path)}
+            assert not found & not_here, path
+    todo, reached = {"engine.sampling", "engine.slots"}, set()
+    while todo:
+        path = ROOT / f"{(name := todo.pop()).replace('.', '/')}.py"
+        reached.add(name)
+        todo |= {name for name in imports(path) if name.startswith("engine.")} - reached
+    assert not reached & {"engine.policy", "engine.lora"}

@@ -9,8 +9,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import evaluate
 import grade
@@ -19,7 +17,7 @@ import train
 from runtime.cli import InputError
 from runtime.files import append_rows, read_rows
 from runtime.samples import brief
-from tasks import general_verifier, toy
+from tasks import general_verifier, grades, toy
 
 # In this order they are graded.
 A = {"Q2?": ["x", "y"], "Q0?": ["14.", "fourteen"], "Q3?": ["9", None]}
@@ -181,7 +179,7 @@ def test_a_run_of_train_and_the_table_of_judge(user, script, finished_run, toy_m
     code, by_verifier, err = script(judge, f"{flags} --out j")
     assert code == 0, err
     code, out = user(f"j {finished_run}", right=toy.same_number)
-    assert code == 0 and out.count("reference:") == 3 and f"{finished_run} step 2" not in out, out
+    assert code == 0 and out.count("reference:") == 3 and f"{finished_run} step 2" in out, out
     yours, verifiers = out.split("what is right by the run's own verifier")
     for step in 0, 4:
         of_step = [row["right"] for row in held_out if row["step"] == step]
@@ -230,8 +228,8 @@ def model_says(monkeypatch):
 
     def install(seed, *accepts):
         Path("M").mkdir(exist_ok=True)
-        save_file({"weight": torch.tensor([float(seed)])}, "M/model.safetensors")
-        monkeypatch.setattr(grade, "load", lambda *_, **__: (mock.Mock(), None))
+        Path("M/model.safetensors").write_bytes(bytes([seed]))  # by which its mark is made
+        monkeypatch.setattr(grade, "load", lambda *_, **__: (None, None))
 
         def answers(pairs, *_):
             return [answer in accepts for _, answer in pairs], ["..."] * len(pairs)
@@ -295,8 +293,8 @@ def test_the_verifier_is_read_on_the_rows_that_are_graded(user):
     rows = [row | {"right": [True, False]} for row in read_rows("a/samples.jsonl")]
     rows.append(rows[0] | {"references": ["other"], "right": [False, False]})
     Path("a/samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = grade.choose_questions([row | {"run": "a"} for row in rows], 9)
-    order = grade.in_doubt(samples).case.unique()
+    samples = grades.choose_questions([row | {"run": "a"} for row in rows], 9)
+    order = grades.in_doubt(samples).case.unique()
     code, out = user("a", replies="".join("?\n" if "other" in case else "\n" for case in order))
     assert code == 0 and f"2 {BY_YOU}:\n  a: pass@1 0 ± 0\n" in out
     assert "2 questions, what is right by the run's own verifier:\n  a: pass@1 .5 ± 0\n" in out

@@ -13,6 +13,7 @@ from processes import finish, run_in, start_ranks
 import cer
 import evaluate
 import judge
+import measure
 import plot
 import train
 from runtime.files import read_rows
@@ -38,7 +39,7 @@ def by_brute_force(rows, name):
 def test_the_interval_is_that_of_the_normal_distribution():
     """For the mean of 400 questions, half of which have 1."""
     coins = numpy.arange(400).reshape(-1, 1) % 2
-    of = judge.interval(coins)
+    of = measure.interval(coins)
     assert [x.item() for x in of] == pytest.approx([0.5, 0.451, 0.549], abs=0.005)
 
 
@@ -53,7 +54,7 @@ def test_too_few_questions_give_no_interval(capsys):
             line["truncated"] = [False] * 3
             line["right"] = [True, False, False] if place < k else [others] * 3
             lines.append(line | {"rewards": {"cer": [0.4, 0.1 + 0.04 * place, 0.0]}})
-        table = judge.say_ratings(sample_table(lines))
+        table = measure.say_ratings(sample_table(lines))
         printed = capsys.readouterr()
         assert f"{k} questions have both" in printed.out and printed.err == ""
         assert "nan" not in printed.out and (table["AUC"].isna().all()) == (k == 0)
@@ -81,7 +82,7 @@ def test_it_warns_as_training_does(capsys, answers, truncated, reward, says):
     line = {"question": "Q?", "references": ["x"], "answers": answers, "truncated": truncated}
     line |= {"right": [False] * 4, "log_W": []}
     line["rewards"] = {"cer": [reward * bool(a) for a in answers], "exact": [0.0] * 4}
-    judge.say_ratings(sample_table([line]))
+    measure.say_ratings(sample_table([line]))
     said = [f"warning ({names}): {problem}\n" for problem, names in says.items()]
     assert capsys.readouterr().err == "".join(said)
 
@@ -166,7 +167,7 @@ def test_the_table_is_written_before_it_is_printed(script, toy_model_dir, monkey
     code, out, err = script(judge, f"{flags} exact,verifree".replace("--out j", "--out k"))
     [draw] = re.findall(r"python plot.py (.*)", out)
     assert code == 0 and script(plot, draw)[0] == 0, err
-    monkeypatch.setattr(judge, "brief", mock.Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(measure, "brief", mock.Mock(side_effect=BrokenPipeError))
     assert script(judge, f"{flags} exact".replace("--out j", "--out l"))[0] == 2
     assert list(json.loads(Path("l/judge.json").read_text())) == ["exact"]
 
@@ -178,9 +179,9 @@ def test_lines_with_other_rewards_have_those_of_all(capsys):
     row["rewards"] = {"cer": [0.4, 0.1], "asked": [0.9, 0.2]}
     longer = row | {name: row[name] * 2 for name in ("answers", "right", "truncated")}
     longer["rewards"] = {"cer": [0.4, 0.1, 0.4, 0.1]}
-    table = judge.say_ratings(sample_table([row, longer]))
+    table = measure.say_ratings(sample_table([row, longer]))
     out = capsys.readouterr().out
     assert [*table.index] == ["cer"] and "left out, since some questions lack them: asked" in out
     assert "\n1 questions, 6 samples: answered 1, right .5, verbatim .5, truncated 0\n1 q" in out
     others = [row, row | {"rewards": {"exact": [1.0, 0.0]}}]
-    assert judge.say_ratings(sample_table(others)) is None
+    assert measure.say_ratings(sample_table(others)) is None

@@ -233,7 +233,7 @@ def test_without_flags_it_trains_the_toy(toy_model_dir, script, monkeypatch):
     assert len(load("new", "cpu")[1]) == len(load("new/start", "cpu")[1])
 
 
-def test_exact_match_is_there_to_compare(toy_model_dir, script):
+def test_exact_match_is_there_to_compare(toy_model_dir, quick, script):
     """A reward of 1 where the answer is the reference verbatim: its mean is the share of those."""
     file = toy_model_dir.parent / "questions.jsonl"
     flags = f"--model {toy_model_dir} --dataset {file} --steps 2 --reward exact --max-new-tokens 24"
@@ -334,7 +334,7 @@ def test_its_prompts_are_those_of_train(qwen_tokenizer, toy_model_dir):
     assert len(two.references) == 1
 
 
-def test_the_held_out_questions_do_not_change_the_training(toy_model_dir, script):
+def test_the_held_out_questions_do_not_change_the_training(toy_model_dir, quick, script):
     file = toy_model_dir.parent / "questions.jsonl"
     flags = f"--model {toy_model_dir} --dataset {file} --steps 2 --questions 2 --samples 2"
     runs = []
@@ -359,6 +359,8 @@ def test_transformers_4_finds_what_it_needs(tmp_path):
         model.config.tie_word_embeddings = not tied  # what its file said
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
         one_file.save(model, tmp_path)
+        modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+        assert len(modes) == 1  # the umask's, also for the weights
         config = json.loads((tmp_path / "config.json").read_text())
         assert config["tie_word_embeddings"] == tied and config["rope_theta"] == 5e5
         assert (config["rope_scaling"] or {}).get("factor") == rope.get("factor")

@@ -39,7 +39,7 @@ def commands():
 @pytest.mark.parametrize("name, flags", commands())
 def test_every_command_names_real_scripts_and_flags(name, flags):
     source = (ROOT / f"{name}.py").read_text()
-    source += (ROOT / "evaluate.py").read_text() if "add_model_and_data" in source else ""
+    source += (ROOT / "measure.py").read_text() if "add_model_and_data" in source else ""
     source += (ROOT / "engine/load.py").read_text() if "add_flags" in source else ""
     defined = re.findall(r'"(--[a-z][\w-]*)"', source)
     assert set(re.findall(r"--[a-z][\w-]*", flags)) <= set(defined)

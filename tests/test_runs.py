@@ -38,7 +38,8 @@ from transformers import AutoModelForCausalLM
 
 import train
 from engine import policy
-from engine.checkpoints import load_checkpoint, mark_of, save_checkpoint
+from engine.checkpoints import load_checkpoint, save_checkpoint
+from engine.checks import mark_of
 from engine.lora import LoraPolicy
 from reward_functions import REWARDS, Judged, Reward
 from rloo import TrainingRow, update
@@ -397,7 +398,7 @@ def train_with_rewards(monkeypatch, script, flags, reward_of_step):
 
     def ask_judges(groups, *_):
         R = torch.full((4,), reward_of_step(next(steps)))
-        return [Judged(group, None, R) for group in groups]
+        return [Judged(group, None, right=R) for group in groups]
 
     monkeypatch.setattr(train, "ask_judges", ask_judges)
     monkeypatch.setitem(REWARDS, "exact", Reward(lambda judged: judged.right, set()))

@@ -14,6 +14,7 @@ from conftest import steps_of, summary_of, written_by
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
+import measure
 import plot
 import sft
 import train
@@ -68,12 +69,14 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     flags += f" --verifier math --verifier-model {toy_model_dir} --max-prompt-tokens 64 --keep 1"
     flags += " --max-new-tokens 24 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
     flags += " --cpu-offload --seed 3 --eval-dataset toy-test --eval-every 1 --eval-limit 3"
+
     flags += " --eval-runs 2 --rounding nearest"
     flags += " --out run --save-every 1 --dtype fp32 --sampler auto"
     _, help_text, _ = script(train, "--help")
     named = set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
-    assert named - {"--resume", "--epochs", "--lora"} == set(re.findall(r"--[a-z][\w-]*", flags))
-    monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
+    others = {"--resume", "--epochs", "--lora", "--examples"}  # the toy has no template for these
+    assert named - others == set(re.findall(r"--[a-z][\w-]*", flags))
+    monkeypatch.setattr(measure, "sample", sampled := mock.Mock(side_effect=measure.sample))
     code, _, err = script(train, flags)
     assert code == 0, err
     _, _, problems, runs, tokens = sampled.call_args.args
@@ -103,7 +106,7 @@ FLAGS = {
     "--model X": dict(dataset="math7.5k", epochs=5, m=16, lr=1e-6, eval_every=50),
     "--model X --dataset toy": dict(lr=1e-6, lr_end=1.0, samples=8, eval_dataset="toy-test"),
     "--lora 8": dict(lora=8, lr=2e-3, lr_end=0.1),
-    "--model X --lora 1": dict(lora=1, lr=1e-5),
+    "--model X --lora 1": dict(lora=1, lr=1e-4),
     "--model X --lora 1 --lr 2e-6": dict(lora=1, lr=2e-6),
 }
 
@@ -257,8 +260,8 @@ def test_out_of_memory_names_what_may_be_smaller(script, quick, monkeypatch, fun
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(function, full)
     code, _, err = script(train, f"{quick} --eval-dataset= --out run")
-    smaller = "a smaller --max-new-tokens, --microbatch-tokens or --batch, or a smaller model"
-    last = f"train.py: CUDA out of memory: use {smaller}; in train.py also --lora or --cpu-offload"
+    smaller = "a smaller --max-new-tokens, --microbatch-tokens or model"
+    last = f"train.py: CUDA out of memory: use {smaller}; to train also --lora or --cpu-offload"
     assert code == 2 and err.splitlines()[-1] == last, err
 
 
@@ -287,7 +290,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     Path("mine.jsonl").write_text('{"question": "Q?", "answer": "1"}\n')
     flags = "--model=~/model --limit 3 --runs 4 --max-new-tokens 21 --verifier math"
     flags += f" --temperature 0.3 --top-p 0.9 --top-k 9 --dataset={held_out},~/mine.jsonl"
-    monkeypatch.setattr(evaluate, "sample", sampled := mock.Mock(side_effect=evaluate.sample))
+    monkeypatch.setattr(measure, "sample", sampled := mock.Mock(side_effect=measure.sample))
     texts = []
     for seed in 0, 1:
         code, out, err = script(evaluate, f"{flags} --seed {seed} --out=~/{seed}")
@@ -393,6 +396,8 @@ REFUSED = [  # script, more flags, what the one line says; {run}: a finished run
     (train, "--reward asked", r"this model cannot be asked: it has 128 positions, too few"),
     (evaluate, "--out {run}", r"run is not empty: use another or .train.py. --resume"),
     (sft, "--data open.jsonl", r"open.jsonl: no usable row; expected a .* with a closed"),
+    (sft, "--data good.jsonl --at-least .3", r"--data: expected a directory with --select, or a f"),
+    (sft, "--data {run}", r"--data: expected a directory with --select, or a file without"),
     (sft, "--data surrogate.jsonl", r"surrogate.jsonl, row 1: .*surrogates not allowed"),
     (plot, "old --question 1", r"no sample of this group has an answer"),
     (plot, "old --out old/curves", r"--out old/curves: expected .svg, .png or .pdf"),

@@ -445,7 +445,7 @@ def test_the_rate_falls_for_the_toy_alone():
         (None, 8, None, (2e-3, "polynomial", 2e-4)),
         (None, None, 1e-3, (1e-3, "polynomial", 1e-4)),
         ("a/model", None, None, (1e-6, "constant", None)),
-        ("a/model", 8, None, (1e-5, "constant", None)),
+        ("a/model", 8, None, (1e-4, "constant", None)),
         ("a/model", 8, 3e-5, (3e-5, "constant", None)),
     ):
         found = trl_cer.learning_rate(types.SimpleNamespace(model=model, lora=lora, lr=lr))

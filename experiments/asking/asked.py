@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's modules
 import cer
-import judge
+import measure
 from engine.load import load
 from engine.tokens import split_answer, vocabulary
 from experiments.people import own_case
@@ -171,7 +171,7 @@ def rewards_in(samples):
 def aucs_of(samples, kind, names):
     """AUC of each question, answered samples -> [questions, rewards]."""
     kept = samples.answered & (~samples.right | (kind != "not equal as text") | (samples.text == 0))
-    return judge.question_aucs(samples[kept], names)
+    return measure.question_aucs(samples[kept], names)
 
 
 def table_of(samples):
@@ -180,11 +180,11 @@ def table_of(samples):
     names, tables = rewards_in(samples), {}
     for kind in KINDS:
         aucs = aucs_of(samples, kind, names)
-        mean, low, high = judge.interval(aucs)
+        mean, low, high = measure.interval(aucs)
         table = pandas.DataFrame({"AUC": mean, "low": low, "high": high}, index=names)
         first = names[len(REWARDS)]
         difference = aucs[:, [names.index(first)]] - aucs
-        of = judge.interval(difference)
+        of = measure.interval(difference)
         table[f"{first} minus it"], table["from"], table["to"] = of
         if kind == "all right answers":
             products = own_case.advantage_products(samples[samples.answered], names)

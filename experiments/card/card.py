@@ -35,6 +35,7 @@ from benchmarks.measure import commit, markdown
 from engine.tokens import split_answer
 from experiments.copies.copies import copies_working
 from experiments.people import own_case
+from measure import evaluation, summarize
 from plot import Figure, save
 from runtime import cli
 from runtime.files import append_rows, read_rows, to_jsonl
@@ -127,8 +128,7 @@ def one(job, flags):
     note = functools.partial(noted, job["name"], Path(flags[-1]) / "parts.jsonl")
     parts = {name: getattr(train, name) for name in PARTS}
     if "paper" in job:
-        # As the paper evaluates.
-        parts["evaluate"] = functools.partial(train.evaluate, temperature=0.6, top_p=0.95, top_k=20)
+        parts["evaluate"] = evaluate_as_the_paper
     patches = {name: functools.partial(note, name, each) for name, each in parts.items()}
     if "saves" not in job:
         patches["save_checkpoint"] = lambda *_: None
@@ -143,6 +143,13 @@ def one(job, flags):
     sys.argv = ["train.py", *flags]
     with mock.patch.multiple(train, **patches), mock.patch("torch.cuda.mem_get_info", free):
         cli.run_script(train.main)
+
+
+def evaluate_as_the_paper(model, tokenizer, problems, *sizes):
+    """train.py's evaluation with the paper's sampling."""
+    sampling = dict(temperature=0.6, top_p=0.95, top_k=20)
+    [lines] = evaluation(model, tokenizer, problems, len(problems), *sizes, **sampling)
+    return summarize(lines), lines
 
 
 def noted(run, path, part, function, *args, **options):

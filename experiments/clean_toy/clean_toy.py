@@ -34,7 +34,7 @@ from engine.export import export  # noqa: E402
 from engine.load import load  # noqa: E402
 from engine.policy import Policy, make_adam  # noqa: E402
 from engine.tokens import vocabulary  # noqa: E402
-from evaluate import evaluate  # noqa: E402
+from measure import evaluate  # noqa: E402
 from reward_functions import R_by_name, ask_judges  # noqa: E402
 from rloo import TrainingRow, leave_one_out, update  # noqa: E402
 from rollout import sample  # noqa: E402

@@ -56,6 +56,13 @@ def table(lines):
     return pandas.DataFrame(rows).T
 
 
+def markdown(lines):
+    """The rows of the page's table."""
+    rows = table(lines)
+    head = ["| | " + " | ".join(rows) + " |", "|---" * (len(rows.columns) + 1) + "|"]
+    return head + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.iterrows()]
+
+
 def difference(lines, one, other, what="new"):
     """(arm, round) minus (arm, round), paired by fold and seed -> the mean, the ends of its 95%
     interval by a t-test, and the number of pairs."""
@@ -109,7 +116,7 @@ def draw(lines):
 
 def main():
     lines = read()
-    print(table(lines).to_string())
+    print("\n".join(markdown(lines)))
     for one, other in PRIMARY:
         print(one, "minus", other, in_words(*difference(lines, one, other)))
     draw(lines)

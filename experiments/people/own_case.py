@@ -26,11 +26,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's modules
 from cer import cer
-from grade import by_grades, choose_questions, read_grades
-from judge import interval, question_aucs, rate_rewards
+from measure import interval, question_aucs, rate_rewards
 from reward_functions import f1, words
 from rloo import leave_one_out
 from runtime.samples import read_lines
+from tasks.grades import by_grades, choose_questions, read_grades
 from tasks.verifiers import plain_text
 
 EXAMPLES = r"""Answer a question about a passage. Reason in one sentence, then box a short answer, as in the examples.

@@ -41,10 +41,10 @@ from benchmarks.measure import ROOT, markdown
 from engine.tokens import split_answer
 from experiments.copies.copies import copies_working
 from experiments.people import own_case
-from grade import choose_questions, in_doubt
 from reward_functions import f1
 from runtime import cli
 from runtime.files import read_rows, to_jsonl
+from tasks.grades import choose_questions, in_doubt
 from tasks.verifiers import plain_text
 
 HELD_OUT_SQUAD = own_case.numbers("100-259,340-399")

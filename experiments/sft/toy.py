@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from engine.load import load  # noqa: E402
 from tasks.toy_model import finetune  # noqa: E402
 from engine.tokens import vocabulary  # noqa: E402
-from evaluate import evaluate  # noqa: E402
+from measure import evaluate  # noqa: E402
 from runtime.ranks import init_ranks  # noqa: E402
 from tasks import toy, toy_model  # noqa: E402
 from tasks.data import in_epochs, load_problems  # noqa: E402

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, tiny_model
 
-import judge
+import measure
 from engine.tokens import vocabulary
 from experiments.asking import asked
 from experiments.people import own_case
@@ -97,5 +97,5 @@ def test_who_asks_about_the_own_case_finds_what_is_shown():
     kinds = own_case.KINDS["not equal as text"], own_case.KINDS["no word in common"]
     for of, said in zip((lambda frame: frame.right, *kinds), (".95", ".91", ".88")):
         kept = asked[asked.answered & (~asked.right | of(asked))]
-        found = judge.question_aucs(kept, ["asked"]).mean()
+        found = measure.question_aucs(kept, ["asked"]).mean()
         assert f"{found:.2f}".lstrip("0") == said and said in PAGE

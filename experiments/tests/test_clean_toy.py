@@ -6,7 +6,8 @@ from unittest import mock
 
 import pytest
 
-from experiments.clean_toy import clean_toy
+from experiments.clean_toy import clean_toy, tables
+from experiments.tests.told import page_of, words_of
 from tasks import toy, toy_model
 
 STORIES = {story.question(): story for story in itertools.chain(*toy.stories())}
@@ -56,3 +57,19 @@ def test_the_parts_are_disjoint():
     tuning, whole, folds = clean_toy.parts()
     parts = [*tuning, *whole, *itertools.chain(*folds)]
     assert len(parts) == len({*parts}) == 180 and not {*tuning} & {*whole}
+
+
+def test_the_tables_and_both_primary_comparisons():
+    lines, page = tables.read(), page_of("clean_toy")
+    for row in tables.markdown(lines):
+        assert row in page
+    for one, other in tables.PRIMARY:
+        said = tables.in_words(*tables.difference(lines, one, other))
+        assert said in words_of(page)
+    # By hand: the mean of the differences of the same fold and seed.
+    of = {arm: lines[lines.arm == arm] for arm in ("kept-cer", "kept-exact")}
+    first = {arm: own[own["round"] == 1].set_index(["fold", "seed"]).new for arm, own in of.items()}
+    both = sorted({*first["kept-cer"].index} & {*first["kept-exact"].index})
+    differences = [first["kept-cer"][pair] - first["kept-exact"][pair] for pair in both]
+    mean, _, _, count = tables.difference(lines, *tables.PRIMARY[0])
+    assert count == len(both) and mean == pytest.approx(sum(differences) / count)

@@ -7,7 +7,7 @@ import pandas
 from conftest import ROOT
 from test_readme import COMMAND
 
-import judge
+import measure
 from experiments.rare_reference import rare_reference
 from experiments.tests.told import (
     in_words,
@@ -85,7 +85,7 @@ def test_the_first_hour_on_a_gpu_is_as_it_was_measured():
 
 def test_the_printed_table_of_judge_is_that_of_its_samples(capsys):
     lines = read_rows(ROOT / "experiments/asking/judge-example.jsonl")
-    judge.say_ratings(sample_table([{"question": k} | line for k, line in enumerate(lines)]))
+    measure.say_ratings(sample_table([{"question": k} | line for k, line in enumerate(lines)]))
     printed = "".join(f"    {line}\n" for line in capsys.readouterr().out.splitlines())
     assert printed in (ROOT / "docs/rewards.md").read_text()
 
@@ -118,23 +118,22 @@ def test_what_is_said_of_the_paper_s_table_follows_from_it():
     assert said.replace("0.", ".") in words
 
 
+# Pages whose experiments go on, or whose parts are not yet in this order.
+UNFINISHED = "lora", "sft"
+
+
 def test_every_experiment_says_first_what_was_found():
     """Then its script and data, and last what was declared and what ran. The commands with the
     script, which are today's, name real scripts and flags."""
+    late = re.compile("Declared|What ran|What was changed")
     for page in [*ROOT.glob("experiments/*/README.md"), ROOT / "experiments" / "TEMPLATE.md"]:
         head, *parts = page.read_text().split("\n## ")
         assert "| made by | from | commit | status |\n" in head, page
-        [script] = [part for part in parts if part.startswith("Script, data, picture\n")]
-        for name, flags in COMMAND.findall("\n".join(re.findall(r"`([^`\n]*)`", script))):
-            if "NAME" not in name:
-                defined = re.findall(r'"(--[a-z][\w-]*)"', (ROOT / f"{name}.py").read_text())
-                assert set(re.findall(r"--[a-z][\w-]*", flags)) <= set(defined), (page, name)
-        late = re.compile("Declared|What ran|What was changed")
+        for script in (part for part in parts if part.startswith("Script, data, picture\n")):
+            for name, flags in COMMAND.findall("\n".join(re.findall(r"`([^`\n]*)`", script))):
+                if "NAME" not in name:
+                    defined = re.findall(r'"(--[a-z][\w-]*)"', (ROOT / f"{name}.py").read_text())
+                    assert set(re.findall(r"--[a-z][\w-]*", flags)) <= set(defined), (page, name)
         if page.parent.name not in UNFINISHED:
-            found, declared = parts[: parts.index(script)], parts[parts.index(script) + 1 :]
-            assert not [part for part in found if late.match(part)], page
-            assert all(map(late.match, declared)), page
-
-
-# Pages whose experiments go on, or whose parts are not yet in this order.
-UNFINISHED = "clean_toy", "lora", "sft"
+            kinds = [2 if late.match(x) else x.startswith("Script, data, picture\n") for x in parts]
+            assert kinds == sorted(kinds) and kinds.count(1) == 1, page

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 import judge
+import measure
 from experiments.asking import asked
 from experiments.people import own_case
 from experiments.tests.told import near, page_of, section, shown, words_of
@@ -61,10 +62,10 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
     columns = []
     for which in (0, "all"):
         frame = own_case.with_rewards(samples, which)
-        table = judge.rate_rewards(frame, NAMES)[1]
+        table = measure.rate_rewards(frame, NAMES)[1]
         columns += [table[name] for name in ("AUC", "low", "high")]
         products = own_case.advantage_products(frame[frame.answered], NAMES)
-        columns += judge.interval(products, own_case.aim)
+        columns += measure.interval(products, own_case.aim)
     table = PAGE.split("\n\nAUC is that of")[0]
     for k, label in enumerate(LABELS.values()):
         assert shown(table, label) == near(numpy.array(columns)[:, k])
@@ -80,7 +81,7 @@ def test_the_numbers_of_the_own_case_are_those_of_its_csv():
     assert found == (12, 17) and said in words_of(PAGE)
     frame = own_case.with_rewards(own_case_samples("math500"), "all")
     rewards = ["cer", "verifree", "exact", "overlap"]
-    aucs = judge.question_aucs(frame[frame.answered], rewards)
+    aucs = measure.question_aucs(frame[frame.answered], rewards)
     shown_there = re.findall(r"\| ([\d.]+) \([\d., ]+\) \|\n", page_of("mathematics"))
     assert [float(x) for x in shown_there] == near(aucs.mean(0))
 
@@ -110,7 +111,7 @@ def test_aim_over_all_samples_measures_boxing():
     for which, stated in (0, [-0.160, -0.230, -0.094]), ("all", [0.042, -0.006, 0.093]):
         frame = own_case.with_rewards(samples, which)
         products = own_case.advantage_products(frame, NAMES)
-        columns += judge.interval(products, own_case.aim)
+        columns += measure.interval(products, own_case.aim)
         box, difference = own_case.any_box(frame)
         assert shown(PAGE, "1 for any box")[-2:] == near([box, box])
         assert stated == near(difference, 0.00051)
@@ -121,14 +122,14 @@ def test_aim_over_all_samples_measures_boxing():
         label = label.replace("$P$ (`verifree`)", "`verifree`")
         table = section(PAGE, "Aim over all samples")
         assert shown(table, label) == near(numpy.array(columns)[:, k])
-    aucs = judge.question_aucs(frame[frame.answered], NAMES)
+    aucs = measure.question_aucs(frame[frame.answered], NAMES)
     _, table = page.split("\n| `cer` minus |")
     aims = own_case.advantage_products(frame[frame.answered], NAMES)
-    of_aims = judge.interval(aims, lambda drawn: own_case.aim(drawn)[:1] - own_case.aim(drawn))
-    columns = numpy.array([*judge.interval(aucs[:, :1] - aucs), *of_aims])
+    of_aims = measure.interval(aims, lambda drawn: own_case.aim(drawn)[:1] - own_case.aim(drawn))
+    columns = numpy.array([*measure.interval(aucs[:, :1] - aucs), *of_aims])
     for k, label in (1, "$P$"), (2, "`exact`"), (3, "equal as text"), (4, "`overlap`"):
         assert shown(table.split("\n\n")[0], label) == near(columns[:, k], 0.00051)
-    both = judge.interval(aucs[:, 5] - aucs[:, 4])
+    both = measure.interval(aucs[:, 5] - aucs[:, 4])
     assert [0.013, -0.005, 0.031] == near(both, 0.00051) and ".013 (-.005 to .031)" in page
 
 
@@ -140,7 +141,7 @@ def test_cer_is_ahead_of_P_on_answers_that_equal_a_reference():
         for kind in ("equal as text", "not equal as text", "no word in common")
     }
     frame = own_case.with_rewards(squad, "all")
-    found["all"] = judge.question_aucs(frame[frame.answered], NAMES)
+    found["all"] = measure.question_aucs(frame[frame.answered], NAMES)
     there = own_case.aucs_of("not equal as text", fairytale)
     found["the same on FairytaleQA"] = there
     found["the same on both"] = numpy.concatenate([there, found["not equal as text"]])
@@ -149,7 +150,7 @@ def test_cer_is_ahead_of_P_on_answers_that_equal_a_reference():
         means = [aucs[:, NAMES.index(x)].mean() for x in ("exact", "verifree", "cer", "overlap")]
         numbers = shown(table, label)
         assert numbers[0] == len(aucs) and numbers[1:5] == near(means)
-        assert numbers[5:] == near(judge.interval(aucs[:, 0] - aucs[:, 1]), 0.00051)
+        assert numbers[5:] == near(measure.interval(aucs[:, 0] - aucs[:, 1]), 0.00051)
     page = section(PAGE, "And where a right answer")
     spread = found["no word in common"].std(0, ddof=1)
     assert [0.43, 0.38] == near(spread[:2]) and ".43, and that of $P$ with .38" in page
