@@ -39,6 +39,8 @@ def check_tokens(name, tokenizer):
 def check_config(name, config):
     is_quantized = getattr(config, "quantization_config", None)
     require(not is_quantized, f"the model {name} is quantized: take its original in bf16 or fp32")
+    anew = f"youtu is not supported ({name}): a row of its embeddings becomes 0 at each loading"
+    require(config.model_type != "youtu", anew)
     router = getattr(config, "output_router_logits", False)  # whose loss would be added
     require(not router, f"{name}/config.json: set output_router_logits to false")
     # The library would read a broken file as none, and forget at which tokens the model stops.

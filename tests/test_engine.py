@@ -708,15 +708,18 @@ def test_what_is_loaded_is_what_the_files_hold(tokenizer, tmp_path):
         load.load(tmp_path, "cpu")
 
 
-def test_a_row_that_the_library_sets_anew_is_refused(tokenizer, tmp_path):
+def test_a_row_that_the_library_sets_anew_is_refused(tokenizer, tmp_path, monkeypatch):
+    """By the name of the family, before it is trained, and where it would be another than that of
+    the file, in whichever family."""
     latent = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8)
     model = tiny_model(
         len(tokenizer), "youtu", v_head_dim=8, num_key_value_heads=4, pad_token_id=0, **latent
     )
-    save(tmp_path, model, tokenizer)
-    load.load(tmp_path, "cpu")
     model.get_input_embeddings().weight.data[0] = 1.0
     save(tmp_path, model, tokenizer)
+    with pytest.raises(InputError, match="youtu is not supported .*: a row of its embeddings"):
+        load.load(tmp_path, "cpu")
+    monkeypatch.setattr(load, "check_config", lambda *_: None)
     with pytest.raises(InputError, match="another model.embed_tokens.weight than what is loaded"):
         load.load(tmp_path, "cpu")
 

@@ -14,6 +14,7 @@ import evaluate
 import grade
 import judge
 import train
+from runtime.cli import InputError
 from runtime.files import append_rows, read_rows
 from runtime.samples import brief
 from tasks import general_verifier, grades, toy
@@ -263,6 +264,15 @@ def test_a_models_grades_belong_to_its_weights_and_the_prompt(user, model_says):
         asked = model_says(seed, "x")
         assert user("a --by M --prompt p.txt")[0] == 0 and asked.call_count == calls
     assert len([*Path("a").glob("grades-M-*.jsonl")]) == 3
+
+
+def test_it_runs_in_one_process(user, monkeypatch):
+    """Each would ask for every grade."""
+    write("a", A)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["grade.py", "a"])
+    with pytest.raises(InputError, match="grade.py runs without torchrun"):
+        grade.main()
 
 
 def test_the_last_grade_counts_and_a_second_person_has_a_second_file(user):
