@@ -10,7 +10,7 @@ has a list of answers, each of which is right. Short ones in the model's own wor
 The idea. To a question q the model pi writes a solution s, and then an answer a in a box, as in
 `3*4=12; 12+2=14 \boxed{14 eggs}`. We know a reference a*, "14". What should "14 eggs" receive?
 
-    rho(a, a*) = the mean of pi(a* | s, q) over the solutions s that lead to a
+    rho(a, a*) = the mean of pi(a* | s, q) over solutions s, weighted by how likely s is behind a
 
 Right answers come from the solutions that also lead to "14", whatever their wording. Wrong ones
 mostly come from others. rho is estimated from N samples (s_i, a_i), and the model does it itself:
@@ -23,13 +23,14 @@ mostly come from others. rho is estimated from N samples (s_i, a_i), and the mod
 Theorem 2 of the paper (arXiv 2603.10624): over the model's own answers the mean of rho is
 pi(a* | q), the chance of the reference itself. That is also the mean of exact match, which pays 1
 for the reference and 0 for all else. So CER pays no more in the mean, but it spreads the pay: right
-answers in other words receive a part, and hardly any group of N samples has equal rewards, of which
-nothing can be learned.
+answers in other words receive a part. A group of N samples whose rewards are all equal teaches
+nothing, and with CER hardly any group is like that.
 
 The update is REINFORCE with a leave-one-out baseline (RLOO). If you come from PPO or GRPO, you will
 miss some things:
 
-- No ratio and no clipping. Each sample is used once, by the weights that sampled it.
+- No probability ratio, so nothing of PPO's to clip: each sample is used once, by the weights that
+  sampled it. (The gradient's norm is clipped, as usual.)
 - No value model, no reference model, no KL term. The baseline of a sample is the mean reward of the
   other samples of its question.
 - No division by a standard deviation or by a length. The loss is a sum over tokens.
@@ -104,8 +105,8 @@ def main():
                 R = rewards(model, tokenizer, question.prompt, boxes, question.references)
 
             # 3. Advantage: minus the mean reward of the other samples of the question.  [N]
-            # What does not depend on the sample makes the step less noisy, and leaves its mean as
-            # it is. (The others' rewards do depend on it a little, as its solution is a column.)
+            # A baseline that does not depend on the sample leaves the mean step as it is, and takes
+            # noise away. (The others' rewards depend on it a little: its solution is a column.)
             A = R - (R.sum() - R) / (N - 1)
 
             # 4. Update: -advantage * log pi of all tokens of the completion.
@@ -167,8 +168,8 @@ def rewards(model, tokenizer, prompt, boxes, references):
 def log_pi(model, tokenizer, contexts, answer):
     r"""log pi("{answer}" | context) after each of n contexts, which end with \boxed  [n].
 
-    The closing brace belongs to the answer. Without it "1" would be at least as likely as "14". If
-    a brace were always a token of its own, this would be all:
+    The closing brace belongs to the answer. Without it we would ask how likely the text begins with
+    the answer, and "1" would get what "14" gets. If a brace were always a token of its own:
 
         tokens = encode(tokenizer, "{" + answer + "}")
         log_probs = next_token_log_probs(model, contexts, tokens)
