@@ -54,6 +54,7 @@ tokens, and at the end files and flags.
 import argparse
 import functools
 import json
+import random
 import re
 import sys
 import time
@@ -91,7 +92,7 @@ def main():
         start, seen = time.time(), []
 
         # 1. Sample N solutions and answers of each of B questions.
-        batch = [questions[i] for i in torch.randint(len(questions), [B])]
+        batch = [questions[i % len(questions)] for i in range((step - 1) * B, step * B)]
         samples = sample(model, [question.prompt for question in batch for _ in range(N)], args)
 
         for k, question in enumerate(batch):
@@ -186,14 +187,14 @@ def log_pi(model, tokenizer, contexts, answer):
     log_ways = {}  # beginning -> log pi of the beginning and of a closing token right after it
     for tokens in spellings(tokenizer, answer):  # nearly always one
         log_probs = next_token_log_probs(model, contexts, tokens)
-        of_tokens = log_probs[:, range(len(tokens)), tokens]  # of t_1, ..., t_k  [n, k]
         for i in range(len(tokens) + 1):
             # Of "{14}" for example `{14}` is left, then `14}` after `{`, `4}` after `{1`, and `}`.
             rest = finished[len(spell(tokenizer, tokens[:i])) :]
             # A closing token begins like this, and any text may follow its brace.
             closing = [v for v, piece in with_brace if piece.startswith(rest)]
             log_closing = log_probs[:, i, closing].logsumexp(1)  # -inf if there is none
-            log_ways[tuple(tokens[:i])] = of_tokens[:, :i].sum(1) + log_closing
+            # Beside it, the log-probability of t_1, ..., t_i.
+            log_ways[tuple(tokens[:i])] = log_probs[:, range(i), tokens[:i]].sum(1) + log_closing
     return torch.stack(list(log_ways.values())).logsumexp(0)
 
 
@@ -244,11 +245,10 @@ def cut(tokenizer, ids):
     pieces = [spell(tokenizer, [i]) for i in ids]
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()  # of each token
     opening, answer = last_box(b"".join(pieces)) or (None, "")
-    # No box; or a brace that is not the first byte of its token; or an answer that ends in half of
-    # a character, which has become \ufffd. The last two are rare.
-    if opening not in ends or "\ufffd" in answer:
-        return None
-    return Box([i for i, end in zip(ids, ends) if end <= opening], answer)
+    # None without a box, or (both are rare) if its brace is not the first byte of its token, or if
+    # the answer ends in half a character, which has become \ufffd.
+    if opening in ends and "\ufffd" not in answer:
+        return Box([i for i, end in zip(ids, ends) if end <= opening], answer)
 
 
 def last_box(text):
@@ -315,6 +315,8 @@ def load(args):
     is_byte_level = spell(tokenizer, encode(tokenizer, "{é 14}")) == "{é 14}".encode()
     require(is_byte_level, f"{args.model}: its tokenizer is not byte-level BPE")
     questions = read_questions(tokenizer, args.dataset)
+    # One random order, which comes again in each epoch. (That of train.py's first epoch.)
+    questions = random.Random(f"{args.seed} 0").sample(questions, len(questions))
     held_out = read_questions(tokenizer, args.eval_dataset) if args.eval_dataset else []
 
     # In eval mode, so without dropout. In fp32, since bf16 would round Adam's small steps away.
