@@ -69,7 +69,6 @@ def test_every_flag_is_taken(script, monkeypatch, toy_model_dir):
     flags += f" --verifier math --verifier-model {toy_model_dir} --max-prompt-tokens 64 --keep 1"
     flags += " --max-new-tokens 24 --lr 1e-3 --lr-end 0.5 --steps 2 --microbatch-tokens 100"
     flags += " --cpu-offload --seed 3 --eval-dataset toy-test --eval-every 1 --eval-limit 3"
-
     flags += " --eval-runs 2 --rounding nearest"
     flags += " --out run --save-every 1 --dtype fp32 --sampler auto"
     _, help_text, _ = script(train, "--help")

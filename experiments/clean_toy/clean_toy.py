@@ -36,7 +36,7 @@ from engine.policy import Policy, make_adam  # noqa: E402
 from engine.tokens import vocabulary  # noqa: E402
 from measure import evaluate  # noqa: E402
 from reward_functions import R_by_name, ask_judges  # noqa: E402
-from rloo import TrainingRow, leave_one_out, update  # noqa: E402
+from rloo import TrainingRow, completion_row, leave_one_out, update  # noqa: E402
 from rollout import sample  # noqa: E402
 from runtime.ranks import init_ranks, seed_everything  # noqa: E402
 from tasks import toy, toy_model  # noqa: E402
@@ -134,7 +134,7 @@ def kept_rows(judged, reward, selection, most):
             if weight > 0 and not cut:
                 texts.setdefault(tuple(ids), weight)
         own = random.Random(group.problem.question).sample(sorted(texts), min(most, len(texts)))
-        rows += [row_of(group.prompt, list(ids), texts[ids]) for ids in own]
+        rows += [completion_row(group.prompt, list(ids), texts[ids]) for ids in own]
     return rows
 
 
@@ -148,12 +148,8 @@ def em_rows(judged, tokenizer):
         for i, P_i in enumerate((P / P.sum().clamp_min(1e-30)).tolist()):
             if P_i > 0.01:
                 answer = encode("{" + group.problem.reference + group.boxes[i].closing)
-                rows.append(row_of(group.prompt, [*group.solution(i), *answer, stop], P_i))
+                rows.append(completion_row(group.prompt, [*group.solution(i), *answer, stop], P_i))
     return rows
-
-
-def row_of(prompt, completion, weight):
-    return TrainingRow(prompt + completion, [0.0] * len(prompt) + [weight] * len(completion))
 
 
 def finetune(model_path, rows, passes, rate, seed, directory):
@@ -182,7 +178,9 @@ def finetune(model_path, rows, passes, rate, seed, directory):
 def bare_rows(problems, tokenizer):
     encode, stop = vocabulary(tokenizer).encode, tokenizer.eos_token_id
     return [
-        row_of(encode_prompt(tokenizer, p), [*encode(rf"\boxed{{{p.reference}}}"), stop], 1.0)
+        completion_row(
+            encode_prompt(tokenizer, p), [*encode(rf"\boxed{{{p.reference}}}"), stop], 1.0
+        )
         for p in problems
     ]
 
