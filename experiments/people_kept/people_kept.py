@@ -1,0 +1,293 @@
+"""Judge once, keep, fine-tune: beside VeriFree and beside fine-tuning on people's references.
+
+    python experiments/people_kept/people_kept.py DATA MODEL OUT runs      # in the declared order
+    python experiments/people_kept/people_kept.py DATA MODEL OUT gather    # people_kept.csv
+    python experiments/people_kept/people_kept.py DATA MODEL OUT tables    # from the CSV files
+
+DATA holds squad_human.jsonl, squad_more.jsonl and fairytaleqa_human.jsonl, MODEL is
+SmolLM2-135M-Instruct. Each run is a directory in OUT, made by a command of the programs. What is
+finished is not run again. Two commands go at a time, one thread each.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from experiments.sft.people import ask, f1, length, make_rows, with_seeds, write  # noqa: E402
+from tasks.verifiers import same_text  # noqa: E402
+
+SEEDS = range(3)
+TRAIN, HELD_OUT = 300, 450
+AT_1 = "--temperature 1 --top-p 1 --top-k 0"
+SAMPLED = f"--runs 2 --max-new-tokens 64 {AT_1}"
+GREEDY = "--runs 1 --max-new-tokens 64 --temperature 0"
+UNTRAINED = f"--runs 1 --max-new-tokens 128 {AT_1}"
+JUDGE = "--limit 300 --samples 8 --max-new-tokens 64 --rewards cer,verifree,exact,overlap,rlpr"
+LORA = "--lora 32 --lr 5e-4 --microbatch-tokens 2048"
+KEEP = f"--per-question 2 --epochs 1 {LORA}"
+VERIFREE = f"--reward verifree --steps 30 --questions 4 --samples 8 --max-new-tokens 64 {LORA}"
+VERIFREE += " --eval-runs 1 --eval-limit 1 --eval-every 1000 --save-every 10 --keep 1"
+JUDGING = threading.Lock()
+KEPT = ["cer", "right", "overlap"]
+ARMS = ["start", *(f"kept-{by}" for by in KEPT), "verifree", "sft-2", "sft-4"]
+
+
+# ----------------------------------------------------------------------------------------- the rows
+
+
+def make_all_rows(args):
+    """The start's demonstrations are those of experiments/sft. The questions are others, about
+    passages of at most 100 words. An article is in one part only."""
+    make_rows(argparse.Namespace(data=args.data, out=args.out))  # demos.jsonl, pilot.jsonl
+    lines = [json.loads(line) for line in open(args.data / "squad_more.jsonl")]
+    of_article = {}
+    for line in lines:
+        if length(line) <= 100:
+            row = {"document": line["document"], "question": ask(line)}
+            of_article.setdefault(line["document"], []).append(row | {"answer": line["references"]})
+    articles = sorted(of_article)
+    rng = random.Random("people_kept")
+    rng.shuffle(articles)
+    held_out, train = [], []
+    for article in articles:
+        part = held_out if len(held_out) < HELD_OUT else train
+        part += of_article[article]
+    rng.shuffle(train)
+    write(args.out / "train.jsonl", train[:TRAIN])
+    write(args.out / "held-out.jsonl", rng.sample(held_out, HELD_OUT))
+    worked = [
+        {
+            "question": "Passage: The Ashford Canal was dug between 1788 and 1796 by teams of local"
+            " farmers, who were paid in grain. It was closed to ships in 1921, when the railway"
+            " bridge made its locks useless.\nQuestion: Why did ships stop using the canal?\n"
+            "Reason in one sentence, then box a short answer.",
+            "solution": "The passage says that it was closed when the railway bridge made its locks"
+            " useless. \\boxed{the railway bridge}",
+        },
+        {
+            "question": "Passage: Lichens grow slowly, often less than a millimetre a year. Because"
+            " they take in everything from the air, they are used to measure its pollution.\n"
+            "Question: What can be measured with lichens?\n"
+            "Reason in one sentence, then box a short answer.",
+            "solution": "They take in everything from the air, so they are used to measure how"
+            " polluted it is. \\boxed{air pollution}",
+        },
+    ]
+    write(args.out / "examples.jsonl", worked)
+
+
+# ----------------------------------------------------------------------------------------- the runs
+
+
+def run(args, name, command, last):
+    """Run a program to OUT/name, unless the file that it writes last is there, and note the CPU
+    seconds of its process."""
+    out = args.out / name
+    if (out / last).exists():
+        return
+    if command.startswith("train.py") and (out / "config.json").exists():
+        command = "train.py --resume"  # what was interrupted goes on
+    else:
+        subprocess.run(["rm", "-rf", out], check=True)
+    words = [sys.executable, *command.split(), "--out", str(out)]
+    with open(f"{out}.log", "a") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(words)} ended with {status}: see {out}.log")
+    with open(f"{out}.seconds", "a") as file:
+        file.write(f"{used.ru_utime + used.ru_stime:.0f}\n")
+
+
+def fine_tuned(args, name, model, data, flags, seed):
+    command = f"sft.py --model {model} --data {data} --seed {seed} {flags}"
+    run(args, name, command, "config.json")
+
+
+def evaluated(args, name, model, settings, seed):
+    rows = args.out / "held-out.jsonl"
+    command = f"evaluate.py --model {model} --dataset {rows} --verifier text --seed {seed}"
+    run(args, name, f"{command} {settings}", "results.json")
+
+
+def judged(args, name, rows, seed):
+    """Two arms of a seed may want the same samples at the same time. The first one draws them."""
+    command = f"judge.py --model {args.out / 'start'} --dataset {args.out / rows} --verifier text"
+    with JUDGING:
+        run(args, name, f"{command} --seed {seed} {JUDGE}", "judge.json")
+
+
+def trained(args, arm, seed):
+    """An arm of a seed -> the model's directory."""
+    name, start = f"{arm}-{seed}", args.out / "start"
+    if arm == "start":
+        return start
+    if arm == "verifree":
+        rows = f"--dataset {args.out / 'train.jsonl'} --verifier text"
+        command = f"train.py --model {start} {rows} --seed {seed} {VERIFREE}"
+        run(args, name, command, "checkpoints/step-30/config.json")
+        return args.out / name / "checkpoints" / "step-30"
+    if arm.startswith("kept-"):
+        flags = f"--select {arm.removeprefix('kept-')} {KEEP}"
+        fine_tuned(args, name, start, args.out / f"judge-{seed}", flags, seed)
+    else:
+        flags = f"--epochs {arm.removeprefix('sft-')} {LORA}"
+        fine_tuned(args, name, start, args.out / "train.jsonl", flags, seed)
+    return args.out / name
+
+
+def run_all(args):
+    """What the primary comparison needs comes first, by seed."""
+    if not (args.out / "examples.jsonl").exists():
+        make_all_rows(args)
+    fine_tuned(args, "start", args.model, args.out / "demos.jsonl", "--epochs 3", 0)
+
+    def arm_of(arm, seed, ways=("sampled",)):
+        if arm.startswith("kept-"):
+            judged(args, f"judge-{seed}", "train.jsonl", seed)
+        model = trained(args, arm, seed)
+        for way in ways:
+            settings = {"sampled": SAMPLED, "greedy": GREEDY}[way]
+            evaluated(args, f"{arm}-{seed}-{way}", model, settings, seed)
+
+    def extras():
+        judged(args, "judge-tales", "pilot.jsonl", 0)
+        for name, more in ("plain", ""), ("prompted", f"--examples {args.out / 'examples.jsonl'}"):
+            evaluated(args, f"{name}-0-sampled", args.model, f"{UNTRAINED} {more}", 0)
+
+    jobs = []
+    for seed in SEEDS:
+        jobs += [(arm_of, arm, seed) for arm in ("kept-cer", "verifree")]
+        jobs += [(arm_of, "start", 0)] if seed == 0 else []
+        jobs += [(arm_of, arm, seed) for arm in ("kept-right", "sft-2", "kept-overlap")]
+        primary = ["kept-cer", "verifree", "start"]
+        jobs += [(arm_of, arm, seed, ["greedy"]) for arm in primary[: 3 if seed == 0 else 2]]
+    jobs += [(extras,)]
+    jobs += [(arm_of, "sft-4", seed) for seed in SEEDS]
+    rest = "kept-right", "sft-2", "kept-overlap", "sft-4"
+    jobs += [(arm_of, arm, seed, ["greedy"]) for seed in SEEDS for arm in rest]
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(*job) for job in jobs]
+        for job in done:
+            job.result()
+
+
+# -------------------------------------------------------------------------------------- the numbers
+
+
+def samples_of(directory):
+    """A row for each sample of an evaluation."""
+    rows = []
+    for question, line in enumerate(map(json.loads, open(directory / "samples.jsonl"))):
+        for k, answer in enumerate(line["answers"]):
+            best = max(f1(answer or "", each) for each in line["references"])
+            right = any(same_text(answer or "", each) for each in line["references"])
+            row = {"line": question, "document": line["document"], "sample": k, "answer": answer}
+            row |= {"text": int(right), "f1": round(best, 3), "tokens": line["tokens"][k]}
+            rows.append(row | {"cut": int(line["truncated"][k])})
+    return pandas.DataFrame(rows)
+
+
+def gather(args):
+    tables = []
+    for path in sorted(args.out.glob("*-[0-9]-sampled")) + sorted(args.out.glob("*-[0-9]-greedy")):
+        name, _, decoding = path.name.rpartition("-")
+        if (path / "results.json").exists():
+            arm, _, seed = name.rpartition("-")
+            more = {"arm": arm, "seed": int(seed), "decoding": decoding}
+            tables.append(samples_of(path).assign(**more))
+    if CSV.exists():  # the runs of another machine stay
+        tables.insert(0, read())
+    table = pandas.concat(tables)
+    table = table.drop_duplicates(["arm", "seed", "decoding", "line", "sample"], keep="last")
+    first = ["arm", "seed", "decoding"]
+    table[first + [name for name in table if name not in first]].to_csv(CSV, index=False)
+    costs = []
+    for path in sorted(args.out.glob("*.seconds")):
+        line = {"run": path.stem, "cpu_seconds": sum(map(int, path.read_text().split()))}
+        kept = args.out / path.stem / "selected.jsonl"
+        costs.append(line | {"kept": len(kept.read_text().splitlines()) if kept.exists() else ""})
+    if COSTS.exists():
+        costs = pandas.read_csv(COSTS, keep_default_na=False).to_dict("records") + costs
+    pandas.DataFrame(costs).drop_duplicates("run", keep="last").to_csv(COSTS, index=False)
+
+
+CSV, COSTS = Path(__file__).with_name("people_kept.csv"), Path(__file__).with_name("costs.csv")
+
+
+def read():
+    return pandas.read_csv(CSV, keep_default_na=False)
+
+
+def differences(samples, one, other, what="text"):
+    """One arm minus another, of each question -> a table [questions, seeds that both have]."""
+    one, other = (
+        samples[samples.arm == arm].pivot_table(what, "line", "seed") for arm in (one, other)
+    )
+    if list(other) == [0] and len(one.columns) > 1:  # the start was measured once
+        return one.sub(other[0], axis=0)
+    return (one - other).dropna(axis=1)
+
+
+def compared(samples, one, other, what="text"):
+    """-> the mean, its standard error over questions and seeds, that over articles, the seeds'
+    means."""
+    table = differences(samples, one, other, what)
+    mean, error = with_seeds(table)
+    article = samples.drop_duplicates("line").set_index("line").document
+    of_question = table.mean(axis=1)
+    sums = (of_question - mean).groupby(article).sum()
+    count = len(sums)
+    over_articles = ((sums**2).sum() * count / (count - 1)) ** 0.5 / len(of_question)
+    return mean, error, over_articles, table.mean().tolist()
+
+
+def tables(args):
+    samples = read()
+    for decoding in "sampled", "greedy":
+        part = samples[samples.decoding == decoding]
+        for arm in [*ARMS, "plain", "prompted"]:
+            own = part[part.arm == arm]
+            if len(own):
+                mean, error = with_seeds(own.pivot_table("text", "line", "seed"))
+                line = [f"{mean:.3f} ± {error:.3f}", f"F1 {own.f1.mean():.3f}"]
+                line += [f"answered {(own.answer != '').mean():.3f}", f"cut {own.cut.mean():.3f}"]
+                line += [f"{own.tokens.mean():.0f} tokens", f"{own.seed.nunique()} seeds"]
+                print(decoding, arm, *line, sep=" | ")
+        there = [arm for arm in ARMS if (part.arm == arm).any()]
+        pairs = [("kept-cer", "verifree")] + [(arm, "start") for arm in there if arm != "start"]
+        pairs += [("kept-cer", arm) for arm in there if arm not in ("kept-cer", "verifree")]
+        for one, other in pairs:
+            if {one, other} <= {*there}:
+                mean, error, articles, seeds = compared(part, one, other)
+                told = f"{mean:.3f} ± {error:.3f} (over articles {articles:.3f})"
+                print(decoding, f"{one} minus {other}", told, [round(x, 3) for x in seeds])
+    print(pandas.read_csv(COSTS, keep_default_na=False).to_string())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("data", type=Path)
+    add("model", type=Path)
+    add("out", type=lambda text: Path(text).resolve())
+    steps = {"runs": run_all, "gather": gather, "tables": tables}
+    add("step", choices=steps)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    steps[args.step](args)
+
+
+if __name__ == "__main__":
+    main()
