@@ -15,8 +15,9 @@ from decimal import Decimal
 from pathlib import Path
 
 from runtime.cli import InputError, require
-from runtime.files import read_rows, to_jsonl, to_row, write_atomically
-from tasks.data import COLUMNS, as_text, as_written, cells_of, tidy, to_decimal, to_problem
+from runtime.files import to_jsonl, to_row, write_atomically
+from tasks.data import COLUMNS, as_text, as_written, cells_of, tidy, to_problem
+from tasks.tables import read_table
 
 FILES = "train.jsonl", "held-out.jsonl"
 LONG = 5  # words: longer references have next to no probability
@@ -57,7 +58,7 @@ def load_rows(table, renames, separator):
     """The rows of a table, without empty cells, and with the columns that the other programs know.
     renames: {old: new} of columns. Numbers keep the digits with which they are written."""
     known = COLUMNS | {*renames}
-    rows = read_rows(table, known, to_decimal)
+    rows = read_table(table, known)
     columns = dict.fromkeys(name for row in rows for name in row)
     for old, new in renames.items():
         expected = f"OLD of {', '.join(columns)} and NEW of {', '.join(sorted(COLUMNS))}"

@@ -1,6 +1,5 @@
-"""Read and write the files of runs and data sets. Does not import torch."""
+"""Read and write the files of runs. Does not import torch."""
 
-import csv
 import fcntl
 import io
 import json
@@ -9,26 +8,18 @@ from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 
-import numpy
-import pyarrow.parquet
-
 from runtime.cli import InputError, as_input_error, for_shell, is_rank_0, message_of, require, say
 
-FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"  # of a run, only appended to
 
 
-def read_rows(path: str | Path, columns=None, parse_float=float) -> list[dict]:
-    """The rows of a .jsonl, .json, .parquet or .csv file -> list of dicts. Values are not
-    converted, because readers that guess types turn "014" into 14. InputError names the first bad
-    row. columns: see table_rows. parse_float: what reads a number of JSON that is no integer."""
-    path = Path(path)
-    ending = path.suffix.lower()
-    require(ending in FORMATS, f"{path}: expected a file that ends in {', '.join(FORMATS)}")
+def read_rows(path: str | Path, parse=None) -> list[dict]:
+    """The rows of a file -> list of dicts. parse: what makes them of the path; without it they are
+    lines of JSON, as in the logs of a run. InputError names the first bad row."""
+    path, rows = Path(path), []
     require(path.is_file(), f"{path}: {'a directory' if path.is_dir() else 'no such file'}")
-    rows = []
     try:
-        for row in parse_rows(path, ending, columns, parse_float):
+        for row in (parse or json_rows)(path):
             require(isinstance(row, dict), f"expected objects with named columns, got {row!r:.40}")
             # A byte of another encoding is a lone surrogate by now. No tokenizer takes it.
             with as_input_error("a character is not UTF-8: save the file as UTF-8"):
@@ -41,38 +32,22 @@ def read_rows(path: str | Path, columns=None, parse_float=float) -> list[dict]:
     return rows
 
 
-def parse_rows(path, ending, columns, parse_float):
-    if ending == ".parquet":
-        return table_rows(pyarrow.parquet.read_table(path), columns)
-    content = path.read_bytes()  # of UTF-16, too, as Windows writes; a bad byte stays in its row
+def text_of(path):
+    """What a file says, also in UTF-16, as Windows writes. A bad byte stays in its row."""
+    content = path.read_bytes()
     text = content.decode(json.detect_encoding(content), "surrogateescape")
     require("\0" not in text, "the file is not text: save a workbook as .csv, in UTF-8")
-    if ending == ".csv":
-        return csv_rows(text)
+    return text
+
+
+def json_rows(path, parse_float=float):
+    """The rows of a file of JSON, of one list or of a row a line. parse_float: what reads a number
+    that is no integer."""
+    text = text_of(path)
     parse = json.JSONDecoder(parse_float=parse_float, object_pairs_hook=to_row).decode
     if text.lstrip().startswith("["):  # the file is one list
         return parse(text)
     return map(parse, filter(str.strip, text.split("\n")))
-
-
-def csv_rows(text):
-    """The rows of a table as dicts of texts. Cells are separated by commas, semicolons or tabs:
-    spreadsheets write what is usual in their country. Spaces before a cell are left out. Before a
-    quote they would make the quotes a part of it, and split it at separators between them."""
-
-    def read(separator, **options):
-        table = io.StringIO(text.removeprefix(f"sep={separator}"), newline="")  # a line for Excel
-        cells = csv.reader(table, delimiter=separator, skipinitialspace=True, **options)
-        return filter(None, cells)
-
-    csv.field_size_limit(2**31 - 1)
-    separator = max(",;\t", key=lambda each: len(next(read(each), [])))
-    rows = read(separator, strict=True)
-    header = next(rows, [])
-    for cells in rows:
-        wide = f"more cells than columns {header}: put quotes around a cell with {separator!r}"
-        require(len(cells) <= len(header), wide)
-        yield to_row([*zip(header, cells)])
 
 
 def to_row(pairs):
@@ -81,28 +56,6 @@ def to_row(pairs):
     for name, count in Counter(name for name, _ in pairs).items():
         require(count == 1 or not name, f"two columns for {name!r}: rename or remove one")
     return dict(pairs)
-
-
-def table_rows(table, columns=None):
-    """The rows of a pyarrow table as dicts, with floats as they are printed. If columns are named,
-    the values of others are None, since some cannot be converted (the year 294247)."""
-    for i, name in enumerate(table.column_names):
-        if columns and name not in columns:
-            table = table.set_column(i, name, pyarrow.nulls(len(table)))
-    of = pyarrow.struct(table.schema)
-    return [as_printed(row, of) for row in table.to_pylist()]
-
-
-def as_printed(value, of):
-    """A value of this type of pyarrow. A float of 16 or 32 bits becomes the one that is printed:
-    .1 would be 0.0999755859375 or 0.10000000149011612."""
-    if value is None or "float" not in str(of) or pyarrow.types.is_map(of):
-        return value
-    if isinstance(value, dict):
-        return {field.name: as_printed(value[field.name], field.type) for field in of}
-    if isinstance(value, list):
-        return [as_printed(each, of.value_type) for each in value]
-    return float(str(numpy.float16(value) if "halffloat" in str(of) else numpy.float32(value)))
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

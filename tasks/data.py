@@ -14,8 +14,9 @@ from pathlib import Path
 
 from engine.tokens import split_answer
 from runtime.cli import InputError, as_input_error, require, say
-from runtime.files import FORMATS, read_rows, table_rows, to_row
+from runtime.files import to_row
 from tasks import toy
+from tasks.tables import FORMATS, read_table, table_rows, to_decimal
 from tasks.verifiers import VERIFIERS, accepts, letter_in, plain_text
 
 
@@ -158,7 +159,7 @@ def load_rows(name):
         rows = hub_rows(*hub_id.groups())
         return [row for row in rows if name != "webinstruct" or beyond_mathematics(row)], "math"
     require(is_file, f"{name}: neither a file nor one of {NAMES}, OWNER/NAME")
-    return read_rows(path, COLUMNS, to_decimal), "text"
+    return read_table(path, COLUMNS), "text"
 
 
 def hub_rows(path, config, split):
@@ -314,9 +315,3 @@ def as_text(value):
         value = to_decimal(repr(value)) if type(value) is float else Decimal(value)
         return f"{value:zf}" if value.is_finite() and abs(value.adjusted()) < 400 else None
     return value if isinstance(value, str) else None
-
-
-def to_decimal(text):
-    """The number that a text names, with all its digits. But 27.0 is 27, since a column of integers
-    with a gap is often stored as floats."""
-    return Decimal(text.removesuffix(".0"))

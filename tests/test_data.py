@@ -15,9 +15,10 @@ from datasets import Dataset
 import measure
 from engine.tokens import split_answer
 from runtime.cli import InputError
-from runtime.files import read_rows, table_rows
+from runtime.files import read_rows
 from tasks import toy
 from tasks.data import Problem, load_problems, to_demonstration
+from tasks.tables import table_rows
 from tasks.verifiers import VERIFIERS, verify
 
 BOXES = {
