@@ -139,7 +139,7 @@ def main():
         log.step(step, judged, R, A, loss=loss, grad_norm=grad_norm, lr=lr)
         due = bool(held_out) and (last or step % args.eval_every == 0)
         if last or stopping or due or step % args.save_every == 0:
-            logged = log.logged(due)
+            logged = log.state(due)
             save_checkpoint(out, step, args.keep, logged, actor, tokenizer, policy, optimizer)
         if due and (last or not stopping):
             evaluate_now()

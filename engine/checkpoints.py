@@ -16,7 +16,7 @@ from runtime.cli import InputError, is_rank_0, require, say
 from runtime.files import LOGS, beginning, checkpoints, how_to_resume, read_config, remove_partial
 from runtime.ranks import all_gather
 
-LOGGED = "training/logged.json"  # what RunLog.logged says when the checkpoint is saved
+LOGGED = "training/logged.json"  # what RunLog.state says when the checkpoint is saved
 
 
 def fingerprint(problems, held_out, prompts, judge=None, base=None):
@@ -64,7 +64,7 @@ def reason(error):
 
 def save_checkpoint(out, step, keep, logged, actor, tokenizer, policy, optimizer):
     """Save out/checkpoints/step-K/, a Hugging Face directory. Its folder training/ is for --resume:
-    the state of the training, and what RunLog.logged says. While it is written and while it is
+    the state of the training, and what RunLog.state says. While it is written and while it is
     deleted, its name is partial-step-K, so step-K is always complete."""
     directory = out / "checkpoints" / f"step-{step}"
     partial = directory.with_name(f"partial-{directory.name}")
@@ -92,7 +92,7 @@ def save_checkpoint(out, step, keep, logged, actor, tokenizer, policy, optimizer
 
 def load_checkpoint(out, policy, optimizer):
     """Load the last checkpoint, which may be of another number of ranks -> its step, and what
-    RunLog.logged said when it was saved. Without a checkpoint a run begins anew -> 0, {}."""
+    RunLog.state said when it was saved. Without a checkpoint a run begins anew -> 0, {}."""
     if not checkpoints(out):
         return 0, {}
     step, directory = checkpoints(out)[-1]

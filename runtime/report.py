@@ -45,7 +45,7 @@ class RunLog:
     rank 0 writes.
 
     origin: the fingerprint. step: of the last checkpoint, or 0 if there is none, and the run begins
-    anew. logged: what `logged` said when the checkpoint was saved."""
+    anew. logged: what `state` said when the checkpoint was saved."""
 
     def __init__(self, out, args, origin, step, last_step, logged):
         self.out, self.args = out, args
@@ -74,7 +74,7 @@ class RunLog:
             with open(log, "ab") as file:
                 file.truncate(logged.get(log.name, [0])[0])
 
-    def logged(self, due):
+    def state(self, due):
         """What rank 0 saves with a checkpoint: what beginning says of the logs, and whether an
         evaluation is due."""
         logs = {name: beginning(self.out / name, -1) for name in LOGS if is_rank_0()}

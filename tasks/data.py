@@ -258,11 +258,11 @@ def find_references(row, options):
 
 def find_reference(answer, options):
     """A reference verbatim, except that numbers become text, that it is tidy, that a box around all
-    of it is taken off, and that of an answer of GSM8K what follows its mark is taken. With options
+    of it is taken off, and that of an answer of GSM8K what follows its sign is taken. With options
     it is the letter of the one that is named."""
     text = MISSING.sub("", tidy(as_text(answer) or ""))
-    _, mark, last_line = text.rpartition("####")  # GSM8K writes its working before this mark
-    if mark and "\n" not in last_line.strip():
+    _, sign, last_line = text.rpartition("####")  # GSM8K writes its working before this sign
+    if sign and "\n" not in last_line.strip():
         text = re.sub(r"^\$(?=[\d.,]+$)", "", last_line.strip())
     box = split_answer(text)
     if box and text == rf"\boxed{{{box[1]}}}":

@@ -37,13 +37,13 @@ LORA_RATE = {"lr": 2e-3, "lr_end": 0.1}
 
 # This chat template keeps the last message up to the request for a box, which is the question.
 CHAT_TEMPLATE = r"{{ messages[-1]['content'].split('\nPlease reason')[0] + '\n' }}"
-# No token spans two of these pieces. Digits are single tokens, and `boxed` and `{` stay separate.
-PIECES = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"
+# No token spans two of these parts. Digits are single tokens, and `boxed` and `{` stay separate.
+PARTS = r"\\boxed|[{}]|\d| ?\p{L}+| ?[^\s\p{L}\d{}]|\s+"
 
 
 def build_tokenizer():
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    split = pre_tokenizers.Split(Regex(PARTS), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()

@@ -93,7 +93,7 @@ def plain_text(text):
     plain = " ".join(plain.split())
     ends = "".join(c for c in {*plain} if c == "'" or unicodedata.category(c) == "Po")
     ends = re.escape(re.sub(r"[%‰#&@*/\\′″]", "", ends)) + " "  # these say something
-    # So do the point of .5 and the mark of a factorial. A text of punctuation alone stays. The end
+    # So do the point of .5 and the sign of a factorial. A text of punctuation alone stays. The end
     # is looked at from behind: a search for it would begin anew at each of many dots.
     plain = re.sub(rf"^(?:(?!\.\d)[{ends}])+", "", plain) or plain
     return re.sub(rf"^(?:(?!![\d)])[{ends}])+", "", plain[::-1])[::-1] or plain or text
