@@ -575,6 +575,13 @@ def test_the_policy_is_fitted_into_the_free_memory(monkeypatch):
         except InputError as error:
             says = str(error)
         assert re.search(expected, says), (card, flags)
+    # What the host has to hold beside the GPU.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (141e9 - taken, None))
+    monkeypatch.setattr(memory, "host_lacks", lambda what, held: f"{what} {held / taken:.3g}")
+    held = [({}, "the policy's weights 1"), (dict(cpu_offload=True), "policy and Adam 11")]
+    for flags, lack in [*held, (dict(lora=32), "the loaded weights 0.903")]:
+        with pytest.raises(InputError, match=f"^{lack}$"):
+            memory.plan_memory(actor, 6144, **flags)
 
 
 def test_chunked_logprobs_equal_the_log_softmax():
@@ -610,6 +617,7 @@ def test_moments_on_the_host_change_no_step(monkeypatch):
     size = sum(p.numel() for p in trained.parameters())
     assert adam.on_host.shape == (2 * size,)
     assert not memory.moments_can_leave(trained.model, False)  # with Hugging Face's generate()
+    assert "generate() has no use for the room" in memory.moments_stay(trained.model)
     trained.model.sample_pieces = slots.sample_pieces
     buffer = 2 ** (8 * size).bit_length() // size  # bytes of a parameter, 8 to 16
     for times, offload, may in (buffer + 1, False, True), (99, True, False), (7, False, False):

@@ -256,8 +256,9 @@ def test_the_adapter_names_its_base_from_anywhere(tmp_path, monkeypatch):
         model.name_or_path = path
         trained = lora.LoraPolicy(model, 4, "dither", seed)
         trained.save_adapter(tmp_path / "adapter")
-        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == expected
+        config, weights = sorted((tmp_path / "adapter").iterdir())
+        assert json.loads(config.read_text())["base_model_name_or_path"] == expected
+        assert weights.stat().st_mode == config.stat().st_mode  # others may read it, too
 
 
 def test_it_goes_on_with_two_ranks(tmp_path, low_run):
