@@ -30,7 +30,7 @@ from engine.export import export
 from engine.load import DTYPES, load, make_policy
 from engine.memory import check_room, plan_memory, saved_bytes
 from engine.policy import make_adam
-from engine.tokens import vocabulary
+from engine.tokens import positions, vocabulary
 from reward_functions import REWARDS
 from rloo import completion_row, leave_one_out, update
 from runtime.files import read_config, read_rows, to_jsonl, write_atomically
@@ -53,10 +53,7 @@ def main():
     problems = data.with_examples(problems, data.load_examples(args.examples))
     out = open_run_directory(args.out, "sft")
     actor, tokenizer = load(args.model, device, check_sampling, check_scoring, dtype=args.dtype)
-    if args.select:
-        rows = prompt_completion(tokenizer, problems, weights)
-        write_atomically(out / "selected.jsonl", to_jsonl(rows))
-    else:
+    if not args.select:
         problems, _ = usable_prompts(actor, tokenizer, problems, args.data, 0)
         weights = [1.0] * len(problems)
     show_first(tokenizer, problems, args.data)
@@ -68,6 +65,11 @@ def main():
         prompt = encode_prompt(tokenizer, problem)
         rows.append([(prompt, [*encode(text), stop], weight) for text in problem.references])
     longest = max(len(prompt + completion) for row in rows for prompt, completion, _ in row)
+    limit = positions(actor)  # another model may have sampled, with more
+    cli.require(longest <= limit, f"{args.data}: a row has {longest} tokens, of at most {limit}")
+    if args.select:
+        selected = prompt_completion(tokenizer, problems, weights)
+        write_atomically(out / "selected.jsonl", to_jsonl(selected))
 
     # Memory, as in train.py: the policy is trained, and copied to the actor. With --lora the actor
     # is the policy.

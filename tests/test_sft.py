@@ -138,6 +138,12 @@ def test_a_sample_weighs_its_advantage_and_nothing_without_a_reward(kept):
         assert code == 2 and err.endswith("0 kept; 3 of 3 questions have none that is kept")
 
 
+def test_a_sample_of_another_model_may_be_too_long(kept):
+    write_samples("judged", ["7" * 120, "a", "b", "c"], cer=[[1.0, 0.0, 0.0, 0.0]])
+    code, err = kept("--select cer")
+    assert code == 2 and re.search(r"judged: a row has \d+ tokens, of at most 128$", err)
+
+
 def test_finished_texts_are_kept_once(kept):
     write_samples("judged", "abab", [False, False, False, True], cer=[[1.0, 1.0, 1.0, 1.0]])
     weights, err = kept("--select cer --at-least 1")

@@ -40,6 +40,7 @@ VERIFREE += " --eval-runs 1 --eval-limit 1 --eval-every 1000 --save-every 10 --k
 JUDGING = threading.Lock()
 KEPT = ["cer", "right", "overlap"]
 ARMS = ["start", *(f"kept-{by}" for by in KEPT), "verifree", "sft-2", "sft-4"]
+PLAIN = "plain", "prompted"
 
 
 # ----------------------------------------------------------------------------------------- the rows
@@ -148,7 +149,7 @@ def trained(args, arm, seed):
 
 
 def run_all(args):
-    """What the primary comparison needs comes first, by seed."""
+    """In the order of the seeds, and of each seed first what was kept by CER, and its start."""
     if not (args.out / "examples.jsonl").exists():
         make_all_rows(args)
     fine_tuned(args, "start", args.model, args.out / "demos.jsonl", "--epochs 3", 0)
@@ -163,14 +164,15 @@ def run_all(args):
 
     def extras():
         judged(args, "judge-tales", "pilot.jsonl", 0)
-        for name, more in ("plain", ""), ("prompted", f"--examples {args.out / 'examples.jsonl'}"):
+        for name, more in zip(PLAIN, ("", f"--examples {args.out / 'examples.jsonl'}")):
             evaluated(args, f"{name}-0-sampled", args.model, f"{UNTRAINED} {more}", 0)
 
     jobs = []
     for seed in SEEDS:
-        jobs += [(arm_of, arm, seed) for arm in ("kept-cer", "verifree")]
+        jobs += [(arm_of, "kept-cer", seed)]
         jobs += [(arm_of, "start", 0)] if seed == 0 else []
-        jobs += [(arm_of, arm, seed) for arm in ("kept-right", "sft-2", "kept-overlap")]
+        jobs += [(arm_of, arm, seed) for arm in ("kept-right", "verifree", "sft-2")]
+        jobs += [(arm_of, "kept-overlap", seed)]
         primary = ["kept-cer", "verifree", "start"]
         jobs += [(arm_of, arm, seed, ["greedy"]) for arm in primary[: 3 if seed == 0 else 2]]
     jobs += [(extras,)]
@@ -253,27 +255,46 @@ def compared(samples, one, other, what="text"):
     return mean, error, over_articles, table.mean().tolist()
 
 
+def short(x, sign=""):
+    return f"{x:{sign}.3f}".replace("0.", ".", 1)
+
+
+def rows_of_arms(samples):
+    """The page's first table: each arm with its shares, and the CPU seconds of a seed since the
+    start, without evaluations."""
+    costs = pandas.read_csv(COSTS).set_index("run").cpu_seconds
+    for arm in [arm for arm in (*ARMS, *PLAIN) if (samples.arm == arm).any()]:
+        cells = []
+        for decoding, names in ("sampled", ("text", "f1")), ("greedy", ("text",)):
+            own = samples[(samples.arm == arm) & (samples.decoding == decoding)]
+            for name in names:
+                both = with_seeds(own.pivot_table(name, "line", "seed")) if len(own) else None
+                cells.append(" ± ".join(map(short, both)) if both else "")
+        own = samples[(samples.arm == arm) & (samples.decoding == "sampled")]
+        cells += [short((own.answer != "").mean()), f"{own.tokens.mean():.0f}"]
+        used = [costs.get(f"{arm}-{seed}", 0) for seed in own.seed.unique()]
+        if arm.startswith("kept-"):  # what sampling and judging took counts for each
+            used = [x + costs[f"judge-{seed}"] for x, seed in zip(used, own.seed.unique())]
+        cells += [f"{sum(used) / len(used):,.0f}" if any(used) else "", str(own.seed.nunique())]
+        yield f"| `{arm}` | {' | '.join(cells)} |"
+
+
+def rows_of_differences(samples):
+    """The page's second table."""
+    sampled = samples[samples.decoding == "sampled"]
+    there = [arm for arm in ARMS if (sampled.arm == arm).any()]
+    pairs = [("kept-cer", other) for other in there if other not in ("kept-cer", "start")]
+    pairs += [(arm, "start") for arm in there if arm != "start"]
+    for one, other in pairs:
+        mean, error, articles, seeds = compared(sampled, one, other)
+        cells = f"{short(mean)} ± {short(error)}", short(articles), ", ".join(map(short, seeds))
+        yield f"| `{one}` minus `{other}` | {' | '.join(cells)} |"
+
+
 def tables(args):
     samples = read()
-    for decoding in "sampled", "greedy":
-        part = samples[samples.decoding == decoding]
-        for arm in [*ARMS, "plain", "prompted"]:
-            own = part[part.arm == arm]
-            if len(own):
-                mean, error = with_seeds(own.pivot_table("text", "line", "seed"))
-                line = [f"{mean:.3f} ± {error:.3f}", f"F1 {own.f1.mean():.3f}"]
-                line += [f"answered {(own.answer != '').mean():.3f}", f"cut {own.cut.mean():.3f}"]
-                line += [f"{own.tokens.mean():.0f} tokens", f"{own.seed.nunique()} seeds"]
-                print(decoding, arm, *line, sep=" | ")
-        there = [arm for arm in ARMS if (part.arm == arm).any()]
-        pairs = [("kept-cer", "verifree")] + [(arm, "start") for arm in there if arm != "start"]
-        pairs += [("kept-cer", arm) for arm in there if arm not in ("kept-cer", "verifree")]
-        for one, other in pairs:
-            if {one, other} <= {*there}:
-                mean, error, articles, seeds = compared(part, one, other)
-                told = f"{mean:.3f} ± {error:.3f} (over articles {articles:.3f})"
-                print(decoding, f"{one} minus {other}", told, [round(x, 3) for x in seeds])
-    print(pandas.read_csv(COSTS, keep_default_na=False).to_string())
+    print(*rows_of_arms(samples), "", *rows_of_differences(samples), sep="\n")
+    print(pandas.read_csv(COSTS, keep_default_na=False).to_string(index=False))
 
 
 def main():
