@@ -27,12 +27,12 @@ from experiments.sft.people import ask, f1, length, make_rows, with_seeds, write
 from tasks.verifiers import same_text  # noqa: E402
 
 SEEDS = range(3)
-TRAIN, HELD_OUT = 300, 450
+TRAIN, HELD_OUT = 150, 450
 AT_1 = "--temperature 1 --top-p 1 --top-k 0"
 SAMPLED = f"--runs 2 --max-new-tokens 64 {AT_1}"
 GREEDY = "--runs 1 --max-new-tokens 64 --temperature 0"
 UNTRAINED = f"--runs 1 --max-new-tokens 128 {AT_1}"
-JUDGE = "--limit 300 --samples 8 --max-new-tokens 64 --rewards cer,verifree,exact,overlap,rlpr"
+JUDGE = "--limit 150 --samples 8 --max-new-tokens 64 --rewards cer,verifree,exact,overlap,rlpr"
 LORA = "--lora 32 --lr 5e-4 --microbatch-tokens 2048"
 KEEP = f"--per-question 2 --epochs 1 {LORA}"
 VERIFREE = f"--reward verifree --steps 30 --questions 4 --samples 8 --max-new-tokens 64 {LORA}"
