@@ -32,7 +32,7 @@ def read_rows(path: str | Path, parse=None) -> list[dict]:
     return rows
 
 
-def text_of(path):
+def read_text(path):
     """What a file says, also in UTF-16, as Windows writes. A bad byte stays in its row."""
     content = path.read_bytes()
     text = content.decode(json.detect_encoding(content), "surrogateescape")
@@ -43,7 +43,7 @@ def text_of(path):
 def json_rows(path, parse_float=float):
     """The rows of a file of JSON, of one list or of a row a line. parse_float: what reads a number
     that is no integer."""
-    text = text_of(path)
+    text = read_text(path)
     parse = json.JSONDecoder(parse_float=parse_float, object_pairs_hook=to_row).decode
     if text.lstrip().startswith("["):  # the file is one list
         return parse(text)

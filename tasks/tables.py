@@ -9,7 +9,7 @@ import numpy
 import pyarrow.parquet
 
 from runtime.cli import require
-from runtime.files import json_rows, read_rows, text_of, to_row
+from runtime.files import json_rows, read_rows, read_text, to_row
 
 FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
@@ -24,7 +24,7 @@ def read_table(path: str | Path, columns=None) -> list[dict]:
     def parse(path):
         if ending == ".parquet":
             return table_rows(pyarrow.parquet.read_table(path), columns)
-        return csv_rows(text_of(path)) if ending == ".csv" else json_rows(path, to_decimal)
+        return csv_rows(read_text(path)) if ending == ".csv" else json_rows(path, to_decimal)
 
     return read_rows(path, parse)
 
