@@ -139,7 +139,7 @@ def test_a_sample_weighs_its_advantage_and_nothing_without_a_reward(kept):
 
 
 def test_finished_texts_are_kept_once(kept):
-    write_samples("judged", "abab", [False, False, False, True], cer=[[1.0, 1.0, 1.0, 1.0]])
+    write_samples("judged", "abac", [False, False, False, True], cer=[[1.0, 1.0, 1.0, 1.0]])
     weights, err = kept("--select cer --at-least 1")
     assert {*weights} == {r"0, so \boxed{a}", r"0, so \boxed{b}"}
     assert "4 samples, 3 finished, 2 distinct, 2 kept" in err
