@@ -23,10 +23,11 @@ ROW = {"question": "Q?", "solution": r"so \boxed{7}"}
 
 @pytest.fixture(scope="module")
 def flags(toy_model_dir):
-    """Of eight demonstrations of different lengths."""
+    """Of eight demonstrations of different lengths, and of a question with two references."""
     file = toy_model_dir.parent / "demonstrations.jsonl"
     rows = [(f"{i} eggs?" * (1 + i % 3), f"{i}=" * i + rf"\boxed{{{i}}}") for i in range(8)]
     append_rows(file, [{"question": q, "solution": s} for q, s in rows])
+    append_rows(file, [{"question": "How many?", "answer": ["7", "seven eggs and no more"]}])
     return f"--model {toy_model_dir} --data {file} --batch 4 --lr 1e-3"
 
 
