@@ -68,13 +68,13 @@ def test_its_loss_is_the_librarys(script, flags, toy_model_dir, monkeypatch):
 
 
 def test_all_references_are_learned(script, toy_model_dir, tokenizer, monkeypatch):
-    """One of them each time, so that over the epochs each is."""
-    append_rows(Path("rows.jsonl"), [{"question": "Q?", "answer": ["7", "seven"]}] * 2)
+    """One of them each time, so that over the epochs each is, also of a single row."""
+    append_rows(Path("rows.jsonl"), [{"question": "Q?", "answer": ["7", "seven"]}])
     updated = mock.Mock(return_value=(1.0, 1.0))
     monkeypatch.setattr(sft, "update", updated)
     flags = f"--model {toy_model_dir} --data rows.jsonl --batch 1 --epochs 8 --out warm"
     code, _, err = script(sft, flags)
-    assert code == 0 and updated.call_count == 16, err
+    assert code == 0 and updated.call_count == 8, err
     texts = [tokenizer.decode(each.args[2][0].ids) for each in updated.call_args_list]
     learned = [text.removeprefix("Q?\n") for text in texts]
     assert {*learned} == {r"\boxed{7}<eos>", r"\boxed{seven}<eos>"}
