@@ -58,13 +58,23 @@ def test_its_loss_is_the_librarys(script, flags, toy_model_dir, monkeypatch):
     monkeypatch.setattr(sft, "update", updated)
     code, _, err = script(sft, f"{flags} --epochs 1 --microbatch-tokens 60 --out warm")
     assert code == 0 and updated.call_count == 2, err
-    rows, rate = updated.call_args_list[0].args[2:4]
+    rows = updated.call_args_list[0].args[2]
     model = AutoModelForCausalLM.from_pretrained(toy_model_dir)
     labels = [[i if w else -100 for i, w in zip(row.ids, row.weights)] for row in rows]
     inputs, labels = pad([row.ids for row in rows]), pad(labels, value=-100)
     assert losses[0][0] == pytest.approx(model(input_ids=inputs, labels=labels).loss.item())
     assert all(row.ids[-1] == 1 and row.weights[-1] for row in rows)  # the stop token
-    assert rate == 1e-3 and updated.call_args.args[3] == pytest.approx(5e-4)
+
+
+def test_the_rate_rises_and_falls(script, flags, monkeypatch):
+    """It rises for a twentieth of the steps, here two, and would be 0 after the last."""
+    updated = mock.Mock(return_value=(1.0, 1.0))
+    monkeypatch.setattr(sft, "update", updated)
+    code, _, err = script(sft, f"{flags} --epochs 18 --out warm")
+    assert code == 0 and updated.call_count == 40, err
+    rates = [each.args[3] for each in updated.call_args_list]
+    shares = [1 / 3, 2 / 3, *(left / 40 for left in range(38, 0, -1))]
+    assert rates == pytest.approx([1e-3 * share for share in shares])
 
 
 def test_all_references_are_learned(script, toy_model_dir, tokenizer, monkeypatch):
