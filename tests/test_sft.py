@@ -23,10 +23,11 @@ ROW = {"question": "Q?", "solution": r"so \boxed{7}"}
 
 @pytest.fixture(scope="module")
 def flags(toy_model_dir):
-    """Of eight demonstrations of different lengths."""
+    """Of eight demonstrations of different lengths, and of a question with two references."""
     file = toy_model_dir.parent / "demonstrations.jsonl"
     rows = [(f"{i} eggs?" * (1 + i % 3), f"{i}=" * i + rf"\boxed{{{i}}}") for i in range(8)]
     append_rows(file, [{"question": q, "solution": s} for q, s in rows])
+    append_rows(file, [{"question": "How many?", "answer": ["7", "seven eggs and no more"]}])
     return f"--model {toy_model_dir} --data {file} --batch 4 --lr 1e-3"
 
 
@@ -57,23 +58,33 @@ def test_its_loss_is_the_librarys(script, flags, toy_model_dir, monkeypatch):
     monkeypatch.setattr(sft, "update", updated)
     code, _, err = script(sft, f"{flags} --epochs 1 --microbatch-tokens 60 --out warm")
     assert code == 0 and updated.call_count == 2, err
-    rows, rate = updated.call_args_list[0].args[2:4]
+    rows = updated.call_args_list[0].args[2]
     model = AutoModelForCausalLM.from_pretrained(toy_model_dir)
     labels = [[i if w else -100 for i, w in zip(row.ids, row.weights)] for row in rows]
     inputs, labels = pad([row.ids for row in rows]), pad(labels, value=-100)
     assert losses[0][0] == pytest.approx(model(input_ids=inputs, labels=labels).loss.item())
     assert all(row.ids[-1] == 1 and row.weights[-1] for row in rows)  # the stop token
-    assert rate == 1e-3 and updated.call_args.args[3] == pytest.approx(5e-4)
+
+
+def test_the_rate_rises_and_falls(script, flags, monkeypatch):
+    """It rises for a twentieth of the steps, here two, and would be 0 after the last."""
+    updated = mock.Mock(return_value=(1.0, 1.0))
+    monkeypatch.setattr(sft, "update", updated)
+    code, _, err = script(sft, f"{flags} --epochs 18 --out warm")
+    assert code == 0 and updated.call_count == 40, err
+    rates = [each.args[3] for each in updated.call_args_list]
+    shares = [1 / 3, 2 / 3, *(left / 40 for left in range(38, 0, -1))]
+    assert rates == pytest.approx([1e-3 * share for share in shares])
 
 
 def test_all_references_are_learned(script, toy_model_dir, tokenizer, monkeypatch):
-    """One of them each time, so that over the epochs each is."""
-    append_rows(Path("rows.jsonl"), [{"question": "Q?", "answer": ["7", "seven"]}] * 2)
+    """One of them each time, so that over the epochs each is, also of a single row."""
+    append_rows(Path("rows.jsonl"), [{"question": "Q?", "answer": ["7", "seven"]}])
     updated = mock.Mock(return_value=(1.0, 1.0))
     monkeypatch.setattr(sft, "update", updated)
     flags = f"--model {toy_model_dir} --data rows.jsonl --batch 1 --epochs 8 --out warm"
     code, _, err = script(sft, flags)
-    assert code == 0 and updated.call_count == 16, err
+    assert code == 0 and updated.call_count == 8, err
     texts = [tokenizer.decode(each.args[2][0].ids) for each in updated.call_args_list]
     learned = [text.removeprefix("Q?\n") for text in texts]
     assert {*learned} == {r"\boxed{7}<eos>", r"\boxed{seven}<eos>"}
@@ -145,7 +156,7 @@ def test_a_sample_of_another_model_may_be_too_long(kept):
 
 
 def test_finished_texts_are_kept_once(kept):
-    write_samples("judged", "abab", [False, False, False, True], cer=[[1.0, 1.0, 1.0, 1.0]])
+    write_samples("judged", "abac", [False, False, False, True], cer=[[1.0, 1.0, 1.0, 1.0]])
     weights, err = kept("--select cer --at-least 1")
     assert {*weights} == {r"0, so \boxed{a}", r"0, so \boxed{b}"}
     assert "4 samples, 3 finished, 2 distinct, 2 kept" in err
