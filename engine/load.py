@@ -14,6 +14,7 @@ from engine import slots
 from engine.checks import check_config, check_tokens, check_weights, try_slots, weight_files
 from engine.lora import LoraPolicy
 from engine.policy import Policy
+from engine.sampling import generate
 from runtime.cli import as_input_error, require, say
 from runtime.files import checkpoints
 
@@ -33,16 +34,21 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
     engine/slots.py on a GPU that can sample from this model with it.
 
     checks: functions of (model, tokenizer) that raise an error if the model does not do what the
-    method assumes: check_sampling, and cer.check_scoring. A verifier that only generates has none.
+    method assumes: check_sampling, and cer.check_scoring. Without any it has to generate at least.
     An error in a check is reported as "FAMILY is not supported (reason)"."""
     tokenizer = load_tokenizer(name_or_dir)
     model = load_model(name_or_dir, device, find_dtype(dtype, device))
     reset_generation_config(model, tokenizer)
     with as_input_error(f"{model.config.model_type} is not supported"):
-        for check in checks:
+        for check in checks or [check_generating]:
             check(model, tokenizer)
     choose_sampler(model, tokenizer, sampler)
     return model, tokenizer
+
+
+def check_generating(model, tokenizer):
+    """A verifier may need a cache of its own, as MiniMax does."""
+    generate(model, [tokenizer.encode("so")], 2, name="check", temperature=0)
 
 
 def make_policy(name_or_dir, actor, offload, lora, rounding, seed):

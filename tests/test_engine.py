@@ -522,6 +522,18 @@ def test_a_family_is_right_or_refused_by_name(tokenizer, tmp_path, family, setti
     assert score.item() == pytest.approx(log_pi(actor, tokenizer, context, answer).item(), abs=1e-4)
 
 
+def test_a_verifier_has_to_generate(tokenizer, tmp_path):
+    """One that only generates may be of any other family, also with sliding windows."""
+    for settings in dict(family="mistral", sliding_window=8), dict(family="minimax") | EXPERTS:
+        model = tiny_model(len(tokenizer), **settings)
+        save(tmp_path, model, tokenizer, eos_token_id=tokenizer.eos_token_id)
+        if settings["family"] == "mistral":
+            load.load(tmp_path, "cpu")
+        else:
+            with pytest.raises(InputError, match="^minimax is not supported .*cache of its own"):
+                load.load(tmp_path, "cpu")
+
+
 def test_noise_in_training_mode_is_refused(tokenizer, tmp_path):
     save(tmp_path, tiny_model(len(tokenizer)), tokenizer)
     actor, _ = load.load(tmp_path, "cpu")
