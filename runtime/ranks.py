@@ -77,7 +77,8 @@ def open_run_directory(out, name, resume=False):
     if is_rank_0():
         # What a run leaves that was refused before its first step; it may be started again. Names
         # with a dot are the file system's, such as .nfs and .snapshot.
-        leftovers = {"lock", "warm-start", "config.json.partial", "selected.jsonl", "lost+found"}
+        leftovers = {"lock", "warm-start", "config.json.partial", "lost+found"}
+        leftovers |= {"selected.jsonl", "selected.jsonl.partial"}
         empty = {path.name for path in out.glob("[!.]*")} <= leftovers
         require(resume or empty, f"--out {out} is not empty: use another or (train.py) --resume")
         LOCKS.append(lock(out))
