@@ -23,8 +23,7 @@ import pandas
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from experiments.sft.people import ask, f1, length, make_rows, with_seeds, write  # noqa: E402
-from tasks.verifiers import same_text  # noqa: E402
+from experiments.sft.people import ask, length, make_rows, samples_of, with_seeds, write  # noqa: E402
 
 SEEDS = range(3)
 TRAIN, HELD_OUT = 150, 450
@@ -188,19 +187,6 @@ def run_all(args):
 # -------------------------------------------------------------------------------------- the numbers
 
 
-def samples_of(directory):
-    """A row for each sample of an evaluation."""
-    rows = []
-    for question, line in enumerate(map(json.loads, open(directory / "samples.jsonl"))):
-        for k, answer in enumerate(line["answers"]):
-            best = max(f1(answer or "", each) for each in line["references"])
-            right = any(same_text(answer or "", each) for each in line["references"])
-            row = {"line": question, "document": line["document"], "sample": k, "answer": answer}
-            row |= {"text": int(right), "f1": round(best, 3), "tokens": line["tokens"][k]}
-            rows.append(row | {"cut": int(line["truncated"][k])})
-    return pandas.DataFrame(rows)
-
-
 def gather(args):
     tables = []
     for path in sorted(args.out.glob("*-[0-9]-sampled")) + sorted(args.out.glob("*-[0-9]-greedy")):
@@ -208,7 +194,7 @@ def gather(args):
         if (path / "results.json").exists():
             arm, _, seed = name.rpartition("-")
             more = {"arm": arm, "seed": int(seed), "decoding": decoding}
-            tables.append(samples_of(path).assign(**more))
+            tables.append(samples_of(path, first=0).assign(**more))
     if CSV.exists():  # the runs of another machine stay
         tables.insert(0, read())
     table = pandas.concat(tables)

@@ -190,14 +190,15 @@ def f1(one, other):
     return 2 * (one & other).total() / max(1, one.total() + other.total())
 
 
-def samples_of(directory):
-    """A row for each sample of an evaluation."""
+def samples_of(directory, first=300):
+    """A row for each sample of an evaluation. first: the number of its first question."""
     rows = []
     for question, line in enumerate(map(json.loads, open(directory / "samples.jsonl"))):
         for k, answer in enumerate(line["answers"]):
             best = max(f1(answer or "", each) for each in line["references"])
             right = any(same_text(answer or "", each) for each in line["references"])
-            row = {"line": 300 + question, "sample": k, "answer": answer, "text": int(right)}
+            row = {"line": first + question, "sample": k, "answer": answer, "text": int(right)}
+            row |= {"document": line["document"]} if "document" in line else {}
             row |= {"verbatim": int(answer in line["references"]), "f1": round(best, 3)}
             rows.append(row | {"tokens": line["tokens"][k], "cut": int(line["truncated"][k])})
     return pandas.DataFrame(rows)
