@@ -168,10 +168,9 @@ def run_all(args):
 
     jobs = []
     for seed in SEEDS:
-        jobs += [(arm_of, "kept-cer", seed)]
+        jobs += [(arm_of, arm, seed) for arm in ("kept-cer", "verifree")]
         jobs += [(arm_of, "start", 0)] if seed == 0 else []
-        jobs += [(arm_of, arm, seed) for arm in ("kept-right", "verifree", "sft-2")]
-        jobs += [(arm_of, "kept-overlap", seed)]
+        jobs += [(arm_of, arm, seed) for arm in ("kept-right", "sft-2", "kept-overlap")]
         primary = ["kept-cer", "verifree", "start"]
         jobs += [(arm_of, arm, seed, ["greedy"]) for arm in primary[: 3 if seed == 0 else 2]]
     jobs += [(extras,)]
