@@ -148,7 +148,7 @@ def trained(args, arm, seed):
 
 
 def run_all(args):
-    """In the order of the seeds, and of each seed first what was kept by CER, and its start."""
+    """Seed 0 first, then the primary comparison of the other seeds, then the rest."""
     if not (args.out / "examples.jsonl").exists():
         make_all_rows(args)
     fine_tuned(args, "start", args.model, args.out / "demos.jsonl", "--epochs 3", 0)
@@ -166,17 +166,15 @@ def run_all(args):
         for name, more in zip(PLAIN, ("", f"--examples {args.out / 'examples.jsonl'}")):
             evaluated(args, f"{name}-0-sampled", args.model, f"{UNTRAINED} {more}", 0)
 
-    jobs = []
-    for seed in SEEDS:
-        jobs += [(arm_of, arm, seed) for arm in ("kept-cer", "verifree")]
-        jobs += [(arm_of, "start", 0)] if seed == 0 else []
-        jobs += [(arm_of, arm, seed) for arm in ("kept-right", "sft-2", "kept-overlap")]
-        primary = ["kept-cer", "verifree", "start"]
-        jobs += [(arm_of, arm, seed, ["greedy"]) for arm in primary[: 3 if seed == 0 else 2]]
+    primary, others = ["kept-cer", "verifree"], ["kept-right", "sft-2", "kept-overlap"]
+    jobs = [(arm_of, arm, 0) for arm in (*primary, "start", *others)]
+    jobs += [(arm_of, arm, 0, ["greedy"]) for arm in (*primary, "start")]
+    jobs += [(arm_of, arm, seed) for seed in SEEDS[1:] for arm in primary]
     jobs += [(extras,)]
+    jobs += [(arm_of, arm, seed) for seed in SEEDS[1:] for arm in others]
     jobs += [(arm_of, "sft-4", seed) for seed in SEEDS]
-    rest = "kept-right", "sft-2", "kept-overlap", "sft-4"
-    jobs += [(arm_of, arm, seed, ["greedy"]) for seed in SEEDS for arm in rest]
+    jobs += [(arm_of, arm, seed, ["greedy"]) for seed in SEEDS[1:] for arm in primary]
+    jobs += [(arm_of, arm, seed, ["greedy"]) for seed in SEEDS for arm in (*others, "sft-4")]
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(*job) for job in jobs]
         for job in done:
