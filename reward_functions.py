@@ -31,8 +31,7 @@ class Judged:
     group: Group
     scores: cer.Scores | None  # W and P, if the actor was asked
     gains: torch.Tensor | None = None  # [N], if it was asked about tokens, see reference_gains
-    right: torch.Tensor | None = None  # [N], bool, if the question's verifier was asked, a program
-    accepted: torch.Tensor | None = None  # [N], bool, if General-verifier's model was asked
+    right: torch.Tensor | None = None  # [N], bool, if a program or General-verifier's was asked
     yes: torch.Tensor | None = None  # [N], P(Yes), if a model was asked whether the answer is right
 
 
@@ -52,7 +51,8 @@ def ask_judges(groups, judges, actor, tokenizer, M=None, verifier_model=None) ->
         said["right"] = dict(zip(pairs, verify(pairs)))
     if "general-verifier" in judges:
         decisions, _ = general_verifier.ask(pairs, verifier_model)
-        said["accepted"] = {pair: decided is True for pair, decided in zip(pairs, decisions)}
+        # A reply that decides nothing is False, since training needs a number.
+        said["right"] = {pair: decided is True for pair, decided in zip(pairs, decisions)}
     if "asked" in judges:
         said["yes"] = probability_of_yes(pairs, verifier_model or (actor, tokenizer))
     gains = [None] * len(groups)
@@ -187,14 +187,9 @@ def exact_match(judged):
 
 
 def verdict(judged):
-    """1 where the question's verifier, a program, accepts the answer."""
+    """1 where whoever was asked accepts the answer: the question's verifier, which is a program, or
+    General-verifier's model."""
     return judged.right.float()
-
-
-def written_verdict(judged):
-    """1 where General-verifier's model accepts the answer. A reply that decides nothing, which
-    grade.py leaves out, is 0 here, since training needs a number."""
-    return judged.accepted.float()
 
 
 def verifree(judged):
@@ -255,7 +250,7 @@ REWARDS = {
     "rule+cer": Reward(mean_of(verdict, conditional_expectation), {"verifier", "actor"}),
     "verifree": Reward(verifree, {"actor"}, verifree_rows),
     "rlpr": Reward(rlpr, {"tokens"}),
-    "general-verifier": Reward(written_verdict, {"general-verifier"}),
+    "general-verifier": Reward(verdict, {"general-verifier"}),
     "overlap": Reward(overlap, set()),
     "overlap+cer": Reward(mean_of(overlap, conditional_expectation), {"actor"}),
     "asked": Reward(asked, {"asked"}),

@@ -18,7 +18,7 @@ from cer import check_scoring
 from engine.checkpoints import check_resumed, fingerprint, load_checkpoint, save_checkpoint
 from engine.checks import check_sampling, check_training
 from engine.load import add_flags, load, make_policy
-from engine.memory import check_disk, moments_can_leave, plan_memory
+from engine.memory import check_disk, moments_stay, plan_memory
 from engine.policy import make_adam, moments_on_host
 from measure import evaluate
 from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
@@ -72,9 +72,8 @@ def main():
     disk = check_disk(actor, out, min(args.keep + 1, saves), lora)
     policy = make_policy(model_path, actor, offload, lora, args.rounding, args.seed)
     optimizer = make_adam(policy)
-    moments_move = not lora and moments_can_leave(actor, offload)
+    moments_move = not (lora or offload or moments_stay(actor))
     step, logged = load_checkpoint(out, policy, optimizer)  # a new run has none: 0, {}
-    first_step = step + 1
     policy.copy_weights(actor)
     check_training(policy, actor)
 
@@ -97,7 +96,7 @@ def main():
         evaluate_now()
 
     # "Free" and "fixed" say what may be changed in a stage. docs/extending.md names the tests.
-    for step in range(first_step, last_step + 1):
+    for step in range(log.first_step, last_step + 1):
         seed_everything(args.seed, step)
         log.start()
 

@@ -83,7 +83,8 @@ def main():
 def random_model(shape, device, dtype):
     same = dict(tie_word_embeddings=True, max_position_embeddings=40_960, eos_token_id=1)
     config = transformers.Qwen3Config(**SHAPES[shape], **same)
-    dtype = load.find_dtype(dtype, device)
+    auto = "bf16" if device.type == "cuda" else "fp32"
+    dtype = load.DTYPES[auto if dtype == "auto" else dtype]
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     load.fuse_norms(model)

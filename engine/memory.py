@@ -125,19 +125,14 @@ def free_on_host():
 
 
 def moments_stay(actor):
-    """Why Adam's moments have to stay on the GPU while the actor samples, or None."""
+    """Why Adam's moments have to stay on the GPU while the actor samples, or None: then they lie in
+    CPU memory meanwhile, to make room for the keys and values of engine/slots.py."""
     # Of each rank one buffer of 8 bytes for each parameter, rounded up to a power of two.
     share = actor.num_parameters() / dist.get_world_size()
     lack = host_lacks("they", 2 ** int(8 * share).bit_length())
     if getattr(actor, "sample_pieces", None) is None:
         lack = "generate() has no use for the room"
     return lack and f"Adam's moments stay on the GPU while it samples: {lack}"
-
-
-def moments_can_leave(actor, cpu_offload):
-    """Whether Adam's moments may lie in CPU memory while engine/slots.py samples, to make room for
-    its keys and values."""
-    return not cpu_offload and not moments_stay(actor)
 
 
 def check_disk(actor, out, most, lora=None):

@@ -100,8 +100,6 @@ class RunLog:
         )
         say(f"{model}: {actor.num_parameters():,} parameters{lora}, {ranks} x {actor.device.type}")
         say(f"{memory}\nfiles: {self.out}")
-        if args.questions > len(problems):
-            say(f"--questions {args.questions} is more than there are: a step repeats some")
         if not args.eval_dataset:
             say("no --eval-dataset: pass@1 is not measured")
 

@@ -45,9 +45,8 @@ def group_line(judged, **more):
         line["document"] = group.problem.document
     if group.entropies:
         line["entropies"] = group.entropies
-    right = judged.accepted if judged.right is None else judged.right
-    if right is not None:
-        line["right"] = right.tolist()
+    if judged.right is not None:
+        line["right"] = judged.right.tolist()
     if scores:
         line |= {"distinct_answers": scores.distinct_answers, "columns": scores.columns}
         for name in "log_W", "log_references", "log_P":

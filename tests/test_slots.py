@@ -227,7 +227,7 @@ def test_scripts_sample_with_it(script, quick, toy_model_dir, monkeypatch, name)
 def test_train_moves_the_moments_where_it_is_crowded(script, quick, monkeypatch):
     train = importlib.import_module("train")
     for crowded in True, False:
-        monkeypatch.setattr(train, "moments_can_leave", lambda *_, found=crowded: found)
+        monkeypatch.setattr(train, "moments_stay", lambda _, found=crowded: not found)
         moved = mock.Mock(side_effect=train.moments_on_host)
         with mock.patch.object(train, "moments_on_host", moved):
             assert script(train, f"{quick} --steps 1 --out {crowded}")[0] == 0
