@@ -41,7 +41,7 @@ def ask_judges(groups, judges, actor, tokenizer, M=None, verifier_model=None) ->
     another language model; "asked", for P(Yes), of another model or of the actor. verifier_model:
     that model and its tokenizer. Each is asked once about each distinct answer to a question.
     "tokens" asks the actor about the references' tokens alone."""
-    scores = [None] * len(groups)
+    scores = gains = [None] * len(groups)
     if "actor" in judges:
         inputs = [(g.prompt, g.completions, g.problem.references, M) for g in groups]
         scores = [cer.score(actor, tokenizer, *each) for each in progress("score", inputs)]
@@ -55,7 +55,6 @@ def ask_judges(groups, judges, actor, tokenizer, M=None, verifier_model=None) ->
         said["right"] = {pair: decided is True for pair, decided in zip(pairs, decisions)}
     if "asked" in judges:
         said["yes"] = probability_of_yes(pairs, verifier_model or (actor, tokenizer))
-    gains = [None] * len(groups)
     if "tokens" in judges:
         gains = [reference_gains(group, actor, tokenizer) for group in progress("tokens", groups)]
     return [

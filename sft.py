@@ -173,10 +173,9 @@ def select(args):
 
 def read_samples(directory, name):
     """The samples in a directory, with the `reward` of this name, 1 or 0 if it is "right"."""
-    lines, grades = read_rows(directory / "samples.jsonl"), directory / "grades.jsonl"
-    needed = {"question", "references", "verifier", "texts", "truncated"}
-    whole = lines and all(needed <= line.keys() for line in lines)
-    cli.require(whole, f"{directory}: its lines lack some of {', '.join(sorted(needed))}")
+    needed, grades = "question references verifier texts truncated", directory / "grades.jsonl"
+    lines = read_rows(directory / "samples.jsonl", needed=needed.split())
+    cli.require(lines, f"{directory} has no samples")
     samples = sample_table(lines)
     if name == "right" and grades.exists():
         samples = by_grades(choose_questions(lines, len(lines)), read_grades(grades), grades)

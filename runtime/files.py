@@ -13,14 +13,16 @@ from runtime.cli import InputError, as_input_error, for_shell, is_rank_0, messag
 LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"  # of a run, only appended to
 
 
-def read_rows(path: str | Path, parse=None) -> list[dict]:
+def read_rows(path: str | Path, parse=None, needed=()) -> list[dict]:
     """The rows of a file -> list of dicts. parse: what makes them of the path; without it they are
-    lines of JSON, as in the logs of a run. InputError names the first bad row."""
+    lines of JSON, as in the logs of a run. needed: the columns that each must have. InputError
+    names the first bad row."""
     path, rows = Path(path), []
     require(path.is_file(), f"{path}: {'a directory' if path.is_dir() else 'no such file'}")
     try:
         for row in (parse or json_rows)(path):
             require(isinstance(row, dict), f"expected objects with named columns, got {row!r:.40}")
+            require({*needed} <= row.keys(), f"expected the columns {', '.join(needed)}")
             # A byte of another encoding is a lone surrogate by now. No tokenizer takes it.
             with as_input_error("a character is not UTF-8: save the file as UTF-8"):
                 json.dumps(row, ensure_ascii=False, default=str).encode()

@@ -6,8 +6,6 @@ import math
 import os
 import random
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -34,16 +32,11 @@ def init_ranks():
         # Batches of many shapes leave holes in segments of fixed size.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "RANK" in os.environ:  # set by torchrun; a cluster may export a MASTER_ADDR of its own
-        waits = "waiting for other ranks, since RANK is set: start with torchrun, or unset it"
-        waiting = threading.Timer(30, print, [waits], {"file": sys.stderr, "flush": True})
-        waiting.start()
-        try:
-            # Ranks wait for the one that samples longest, and for rank 0 to write files.
-            with as_input_error("RANK is set: start with torchrun, or unset it"):
-                dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
-        finally:
-            waiting.cancel()
+    if "RANK" in os.environ:
+        launched = dist.is_torchelastic_launched()
+        require(launched, "RANK is set: start with torchrun, or unset it")
+        # Ranks wait for the one that samples longest, and for rank 0 to write files.
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     else:
         for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":  # srun, mpirun
             several = f"{name} is not 1, and each task would be a whole run: start torchrun in one"

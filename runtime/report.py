@@ -162,8 +162,4 @@ class RunLog:
         if self.args.eval_dataset:
             lines = samples.read_lines(self.out)
             samples.say_pass_at_1(samples.sample_table(lines), "the run's own verifier")
-            # The first half is from before training. Both halves have the same random numbers.
-            pairs = zip(lines, lines[len(lines) // 2 :])
-            equal = [a == b for before, now in pairs for a, b in zip(before["texts"], now["texts"])]
-            print(f"  {sum(equal)} of {len(equal)} samples are equal to those before training")
             samples.say_grade(lines, self.out)

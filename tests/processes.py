@@ -40,6 +40,7 @@ def start_ranks(world, function, *args, device="cpu"):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, device=device)
+    common["TORCHELASTIC_RUN_ID"] = "tests"
     return [start(function, *args, RANK=r, LOCAL_RANK=r, **common) for r in range(world)]
 
 

@@ -309,7 +309,7 @@ REFUSED = [  # flags, what the line says
     ("a --grades b/c/g.jsonl", "in a directory that is there"),
     ("a --by M --prompt few.txt", "few.txt needs {question}, {reference}"),
     ("a --by M --prompt odd.txt", "cannot read the prompt odd.txt"),
-    ("b", "b: its lines lack some of answers, question, references, right"),
+    ("b", "b/samples.jsonl, row 1: expected the columns question, references, answers, right"),
     ("a --grades lacks.jsonl", "lacks.jsonl, row 1: expected a grade of grade.py ('right')"),
     ("a --grades no.jsonl", "no.jsonl, row 1: expected a grade of grade.py (right is 'no')"),
     ("a --grades older.jsonl", "older.jsonl, row 1: expected a grade of grade.py (each grader has"),
