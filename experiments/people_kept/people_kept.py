@@ -191,13 +191,16 @@ def gather(args):
         if (path / "results.json").exists():
             arm, _, seed = name.rpartition("-")
             more = {"arm": arm, "seed": int(seed), "decoding": decoding}
-            tables.append(samples_of(path, first=0).assign(**more))
+            samples = samples_of(path, first=0).assign(**more).round({"f1": 3})
+            samples["answered"] = (samples.answer.fillna("") != "").astype(int)
+            tables.append(samples)
+    documents = tables[0].drop_duplicates("line").set_index("line").document
+    documents.to_csv(DOCUMENTS)
     if CSV.exists():  # the runs of another machine stay
-        tables.insert(0, read())
+        tables.insert(0, pandas.read_csv(CSV))
     table = pandas.concat(tables)
     table = table.drop_duplicates(["arm", "seed", "decoding", "line", "sample"], keep="last")
-    first = ["arm", "seed", "decoding"]
-    table[first + [name for name in table if name not in first]].to_csv(CSV, index=False)
+    table[["arm", "seed", "decoding", *OF_A_SAMPLE]].to_csv(CSV, index=False)
     costs = []
     for path in sorted(args.out.glob("*.seconds")):
         line = {"run": path.stem, "cpu_seconds": sum(map(int, path.read_text().split()))}
@@ -206,13 +209,23 @@ def gather(args):
     if COSTS.exists():
         costs = pandas.read_csv(COSTS, keep_default_na=False).to_dict("records") + costs
     pandas.DataFrame(costs).drop_duplicates("run", keep="last").to_csv(COSTS, index=False)
+    judged = [pandas.read_csv(JUDGED)] if JUDGED.exists() else []
+    for path in sorted(args.out.glob("judge-*/judge.json")):
+        table = pandas.read_json(path, orient="index").rename_axis("reward").reset_index()
+        judged.append(table.assign(run=path.parent.name).round(4))
+    judged = pandas.concat(judged).drop_duplicates(["run", "reward"], keep="last")
+    judged[["run", "reward", "AUC", "low", "high", "right", "wrong"]].to_csv(JUDGED, index=False)
 
 
-CSV, COSTS = Path(__file__).with_name("people_kept.csv"), Path(__file__).with_name("costs.csv")
+CSV, COSTS, DOCUMENTS, JUDGED, PICTURE = (
+    Path(__file__).with_name(name)
+    for name in "people_kept.csv costs.csv documents.csv judged.csv people_kept.svg".split()
+)
+OF_A_SAMPLE = "line sample text f1 answered tokens".split()
 
 
 def read():
-    return pandas.read_csv(CSV, keep_default_na=False)
+    return pandas.read_csv(CSV).merge(pandas.read_csv(DOCUMENTS), on="line")
 
 
 def differences(samples, one, other, what="text"):
@@ -254,12 +267,19 @@ def rows_of_arms(samples):
                 both = with_seeds(own.pivot_table(name, "line", "seed")) if len(own) else None
                 cells.append(" ± ".join(map(short, both)) if both else "")
         own = samples[(samples.arm == arm) & (samples.decoding == "sampled")]
-        cells += [short((own.answer != "").mean()), f"{own.tokens.mean():.0f}"]
-        used = [costs.get(f"{arm}-{seed}", 0) for seed in own.seed.unique()]
-        if arm.startswith("kept-"):  # what sampling and judging took counts for each
-            used = [x + costs[f"judge-{seed}"] for x, seed in zip(used, own.seed.unique())]
-        cells += [f"{sum(used) / len(used):,.0f}" if any(used) else "", str(own.seed.nunique())]
+        cells += [short(own.answered.mean()), f"{own.tokens.mean():.0f}"]
+        cells += [f"{seconds_of(arm, own, costs):,.0f}", str(own.seed.nunique())]
         yield f"| `{arm}` | {' | '.join(cells)} |"
+
+
+def seconds_of(arm, own, costs):
+    """The CPU seconds of an arm since the start, the mean of its seeds. What sampling and judging
+    took counts for each arm that keeps samples."""
+    seeds = own.seed.unique()
+    used = [costs.get(f"{arm}-{seed}", 0) for seed in seeds]
+    if arm.startswith("kept-"):
+        used = [x + costs[f"judge-{seed}"] for x, seed in zip(used, seeds)]
+    return sum(used) / len(used)
 
 
 def rows_of_differences(samples):
@@ -274,9 +294,55 @@ def rows_of_differences(samples):
         yield f"| `{one}` minus `{other}` | {' | '.join(cells)} |"
 
 
+def rows_of_rewards(judged):
+    """The page's third table: AUC by `text`, with its 95% interval over questions."""
+    for reward in judged.reward.unique():
+        cells = []
+        for run in judged.run.unique():
+            [own] = judged[(judged.run == run) & (judged.reward == reward)].itertuples()
+            cells.append(f"{short(own.AUC)} ({short(own.low)} to {short(own.high)})")
+        yield f"| `{reward}` | {' | '.join(cells)} |"
+
+
+def draw(samples):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "cer"
+    costs = pandas.read_csv(COSTS).set_index("run").cpu_seconds
+    sampled = samples[samples.decoding == "sampled"]
+    figure, axis = pyplot.subplots(figsize=(7, 4))
+    for arm in [arm for arm in ARMS if (sampled.arm == arm).any()]:
+        own = sampled[sampled.arm == arm]
+        mean, error = with_seeds(own.pivot_table("text", "line", "seed"))
+        x = seconds_of(arm, own, costs) / 60
+        color, label = LABELS[arm]
+        axis.errorbar(x, mean, 1.96 * error, fmt="o", capsize=3, color=color, label=label)
+    axis.set(xlabel="CPU minutes since the start", ylabel="right by text, held out", ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower center", ncols=2, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+LABELS = {
+    "start": ("black", "the start"),
+    "kept-cer": ("tab:orange", "kept by CER, one pass"),
+    "kept-right": ("tab:green", "kept: right, one pass"),
+    "kept-overlap": ("tab:purple", "kept by overlap, one pass"),
+    "verifree": ("tab:blue", "verifree, 30 steps"),
+    "sft-2": ("tab:red", "references, two passes"),
+    "sft-4": ("tab:pink", "references, four passes"),
+}
+
+
 def tables(args):
     samples = read()
+    draw(samples)
     print(*rows_of_arms(samples), "", *rows_of_differences(samples), sep="\n")
+    print(*rows_of_rewards(pandas.read_csv(JUDGED)), "", sep="\n")
     print(pandas.read_csv(COSTS, keep_default_na=False).to_string(index=False))
 
 
