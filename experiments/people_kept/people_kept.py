@@ -295,7 +295,9 @@ def rows_of_differences(samples):
 
 
 def rows_of_rewards(judged):
-    """The page's third table: AUC by `text`, with its 95% interval over questions."""
+    """The page's third table: AUC by `text`, with its 95% interval over questions, where enough of
+    these have right and wrong samples."""
+    judged = judged.dropna(subset="low")
     for reward in judged.reward.unique():
         cells = []
         for run in judged.run.unique():

@@ -118,9 +118,6 @@ def test_what_is_said_of_the_paper_s_table_follows_from_it():
     assert said.replace("0.", ".") in words
 
 
-UNFINISHED = ("people_kept",)  # pages whose experiments go on
-
-
 def test_every_experiment_says_first_what_was_found():
     """Then its script and data, and last what was declared and what ran. The commands with the
     script, which are today's, name real scripts and flags."""
@@ -133,6 +130,5 @@ def test_every_experiment_says_first_what_was_found():
                 if "NAME" not in name:
                     defined = re.findall(r'"(--[a-z][\w-]*)"', (ROOT / f"{name}.py").read_text())
                     assert set(re.findall(r"--[a-z][\w-]*", flags)) <= set(defined), (page, name)
-        if page.parent.name not in UNFINISHED:
-            kinds = [2 if late.match(x) else x.startswith("Script, data, picture\n") for x in parts]
-            assert kinds == sorted(kinds) and kinds.count(1) == 1, page
+        kinds = [2 if late.match(x) else x.startswith("Script, data, picture\n") for x in parts]
+        assert kinds == sorted(kinds) and kinds.count(1) == 1, page
