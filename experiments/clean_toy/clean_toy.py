@@ -34,7 +34,7 @@ from engine.export import export  # noqa: E402
 from engine.load import load  # noqa: E402
 from engine.policy import Policy, make_adam  # noqa: E402
 from engine.tokens import vocabulary  # noqa: E402
-from measure import evaluate  # noqa: E402
+from measure import evaluate, evaluation, summarize  # noqa: E402
 from reward_functions import R_by_name, ask_judges  # noqa: E402
 from rloo import TrainingRow, completion_row, leave_one_out, update  # noqa: E402
 from rollout import sample  # noqa: E402
@@ -219,7 +219,8 @@ def pass_at_1(directory, model_path, names=("new", "whole", "known")):
         )
         found[name] = summary["pass_at_1"]
     new = load_problems(directory / "new.jsonl")
-    summary, _ = evaluate(model, tokenizer, new, 1, TOKENS, 0, temperature=0)
+    [lines] = evaluation(model, tokenizer, new, len(new), 1, TOKENS, 0, temperature=0)
+    summary = summarize(lines)
     return found | {"greedy": summary["pass_at_1"], "verbatim": summary["exact_match"]}
 
 

@@ -73,3 +73,15 @@ def test_the_tables_and_both_primary_comparisons():
     differences = [first["kept-cer"][pair] - first["kept-exact"][pair] for pair in both]
     mean, _, _, count = tables.difference(lines, *tables.PRIMARY[0])
     assert count == len(both) and mean == pytest.approx(sum(differences) / count)
+
+
+def test_a_seed_is_measured_by_todays_programs(tmp_path, toy_model_dir):
+    """On the first questions of each part, sampled and greedily."""
+    clean_toy.write_rows(tmp_path, 0)
+    for name in "new", "whole", "known":
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(path.open().readlines()[:3]))
+    found = clean_toy.pass_at_1(tmp_path, toy_model_dir)
+    assert {*found} == {"new", "whole", "known", "greedy", "verbatim"}
+    assert all(0 <= share <= 1 for share in found.values())
+    assert found["greedy"] * 3 == round(found["greedy"] * 3)  # one answer to each
