@@ -230,10 +230,11 @@ def read():
 
 def differences(samples, one, other, what="text"):
     """One arm minus another, of each question -> a table [questions, seeds that both have]."""
+    measured_once = other == "start"
     one, other = (
         samples[samples.arm == arm].pivot_table(what, "line", "seed") for arm in (one, other)
     )
-    if list(other) == [0] and len(one.columns) > 1:  # the start was measured once
+    if measured_once:
         return one.sub(other[0], axis=0)
     return (one - other).dropna(axis=1)
 
