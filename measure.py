@@ -2,6 +2,8 @@
 the table of judge.py, which says how well each reward tells right from wrong.
 """
 
+import os
+
 import numpy
 import pandas
 import torch.distributed as dist
@@ -40,10 +42,11 @@ def add_model_and_data(add, most_tokens, written):
 def load_model_and_data(args, most_tokens, name, *checks):
     """-> the model, its tokenizer, {data set: problems that fit it}, a new directory."""
     device = init_ranks()
+    names = [os.path.expanduser(each.strip()) for each in args.dataset.split(",")]
     examples = load_examples(args.examples)
     datasets = {
         each: with_examples(load_problems(each, args.limit, args.verifier), examples)
-        for each in map(str.strip, args.dataset.split(","))
+        for each in names
     }
     out = open_run_directory(args.out, name)
     model, tokenizer = load(args.model, device, *checks, dtype=args.dtype, sampler=args.sampler)

@@ -131,8 +131,7 @@ def draw_curves(runs, names, out):
     """Draw one panel per metric. Runs with the same name differ in the seed: a line is their mean,
     and its band goes from the lowest to the highest. That of a single seed is 1.96 standard errors,
     if they were logged. All metrics except pass@1 are means over the last ten steps."""
-    tables = [pandas.DataFrame(read_rows(run / "metrics.jsonl")) for run in runs]
-    require(all(map(len, tables)), "a run has no step yet: its metrics.jsonl is empty")
+    tables = [pandas.DataFrame(read_log(run / "metrics.jsonl")) for run in runs]
     tables = [table.groupby("step").first() for table in tables]  # an evaluation is a line, too
     last = max(table.index[-1] for table in tables)
     for run, table in zip(runs, tables):
@@ -163,6 +162,12 @@ def draw_seeds(axis, tables, key, label):
         low, high = mean - error, mean + error
     [line] = axis.plot(mean, label=label, marker="o" if len(mean) == 1 else None)
     axis.fill_between(y.index, low, high, alpha=0.2, linewidth=0, color=line.get_color())
+
+
+def read_log(path):
+    lines = read_rows(path)
+    require(lines, f"{path} is empty: the run has no step yet")
+    return lines
 
 
 def names_of(runs):
@@ -196,9 +201,9 @@ def main():
     if args.question is None:
         return draw_curves(runs, names_of(runs), out)
     require(len(runs) == 1, "--question takes one RUN")
-    groups = read_rows(runs[0] / "samples.jsonl")
+    groups = read_log(runs[0] / "samples.jsonl")
     inside = -len(groups) <= args.question < len(groups)
-    require(inside, f"--question {args.question}: there are {len(groups)} groups, from 0 on")
+    require(inside, f"--question must be from 0 to {len(groups) - 1}, got {args.question}")
     draw_group(groups[args.question], out)
 
 

@@ -31,7 +31,8 @@ class Judged:
     group: Group
     scores: cer.Scores | None  # W and P, if the actor was asked
     gains: torch.Tensor | None = None  # [N], if it was asked about tokens, see reference_gains
-    right: torch.Tensor | None = None  # [N], bool, if a program or General-verifier's was asked
+    right: torch.Tensor | None = None  # [N], bool, if the question's verifier was asked, a program
+    accepted: torch.Tensor | None = None  # [N], bool, if General-verifier's model was asked
     yes: torch.Tensor | None = None  # [N], P(Yes), if a model was asked whether the answer is right
 
 
@@ -51,8 +52,7 @@ def ask_judges(groups, judges, actor, tokenizer, M=None, verifier_model=None) ->
         said["right"] = dict(zip(pairs, verify(pairs)))
     if "general-verifier" in judges:
         decisions, _ = general_verifier.ask(pairs, verifier_model)
-        # A reply that decides nothing is False, since training needs a number.
-        said["right"] = {pair: decided is True for pair, decided in zip(pairs, decisions)}
+        said["accepted"] = {pair: decided is True for pair, decided in zip(pairs, decisions)}
     if "asked" in judges:
         said["yes"] = probability_of_yes(pairs, verifier_model or (actor, tokenizer))
     if "tokens" in judges:
@@ -186,9 +186,14 @@ def exact_match(judged):
 
 
 def verdict(judged):
-    """1 where whoever was asked accepts the answer: the question's verifier, which is a program, or
-    General-verifier's model."""
+    """1 where the question's verifier, a program, accepts the answer."""
     return judged.right.float()
+
+
+def written_verdict(judged):
+    """1 where General-verifier's model accepts the answer. A reply that decides nothing, which
+    grade.py leaves out, is 0 here, since training needs a number."""
+    return judged.accepted.float()
 
 
 def verifree(judged):
@@ -249,7 +254,7 @@ REWARDS = {
     "rule+cer": Reward(mean_of(verdict, conditional_expectation), {"verifier", "actor"}),
     "verifree": Reward(verifree, {"actor"}, verifree_rows),
     "rlpr": Reward(rlpr, {"tokens"}),
-    "general-verifier": Reward(verdict, {"general-verifier"}),
+    "general-verifier": Reward(written_verdict, {"general-verifier"}),
     "overlap": Reward(overlap, set()),
     "overlap+cer": Reward(mean_of(overlap, conditional_expectation), {"actor"}),
     "asked": Reward(asked, {"asked"}),

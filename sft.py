@@ -173,8 +173,9 @@ def select(args):
 
 def read_samples(directory, name):
     """The samples in a directory, with the `reward` of this name, 1 or 0 if it is "right"."""
-    needed, grades = "question references verifier texts truncated", directory / "grades.jsonl"
-    lines = read_rows(directory / "samples.jsonl", needed=needed.split())
+    grades = directory / "grades.jsonl"
+    needed = "question references verifier texts truncated".split()
+    lines = read_rows(directory / "samples.jsonl", needed=needed)
     cli.require(lines, f"{directory} has no samples")
     samples = sample_table(lines)
     if name == "right" and grades.exists():

@@ -11,6 +11,7 @@ cannot be used, nothing is written, and all such rows are named.
 from runtime import cli  # isort: split
 
 import random
+from decimal import Decimal
 from pathlib import Path
 
 from runtime.cli import InputError, require
@@ -66,12 +67,19 @@ def load_rows(table, renames, separator):
         cli.say(f"{table}: these columns are not used: {unknown}")
     kept = []
     for row in rows:
-        cells = [(renames.get(name, name), row[name]) for name in row]
+        cells = [(renames.get(name, name), without_decimals(row[name])) for name in row]
         row = cells_of(to_row([(name, cell) for name, cell in cells if name in COLUMNS]))
         if separator and isinstance(row.get("answer"), str):
             row["answer"] = [part.strip() for part in row["answer"].split(separator)]
         kept.append(row)
     return kept
+
+
+def without_decimals(cell):
+    """A cell whose numbers are text if JSON does not know their type."""
+    if isinstance(cell, list):
+        return [without_decimals(each) for each in cell]
+    return as_text(cell) if isinstance(cell, Decimal) else cell
 
 
 def check_rows(table, rows, by):

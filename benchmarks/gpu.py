@@ -83,8 +83,7 @@ def main():
 def random_model(shape, device, dtype):
     same = dict(tie_word_embeddings=True, max_position_embeddings=40_960, eos_token_id=1)
     config = transformers.Qwen3Config(**SHAPES[shape], **same)
-    auto = "bf16" if device.type == "cuda" else "fp32"
-    dtype = load.DTYPES[auto if dtype == "auto" else dtype]
+    dtype = load.find_dtype(dtype, device)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     load.fuse_norms(model)

@@ -37,8 +37,7 @@ def load(name_or_dir: str | Path, device, *checks, dtype: str = "auto", sampler:
     method assumes: check_sampling, and cer.check_scoring. Without any it has to generate at least.
     An error in a check is reported as "FAMILY is not supported (reason)"."""
     tokenizer = load_tokenizer(name_or_dir)
-    auto = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    model = load_model(name_or_dir, device, (DTYPES | {"auto": auto})[dtype])
+    model = load_model(name_or_dir, device, find_dtype(dtype, device))
     reset_generation_config(model, tokenizer)
     with as_input_error(f"{model.config.model_type} is not supported"):
         for check in checks or [check_generating]:
@@ -57,6 +56,12 @@ def make_policy(name_or_dir, actor, offload, lora, rounding, seed):
     if lora:
         return LoraPolicy(actor, lora, rounding, seed)
     return Policy(load_model(name_or_dir, "cpu", "auto"), offload, actor.dtype, rounding)
+
+
+def find_dtype(dtype, device):
+    """The torch dtype that --dtype means on a device."""
+    auto = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    return (DTYPES | {"auto": auto})[dtype]
 
 
 def load_tokenizer(name):

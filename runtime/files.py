@@ -81,11 +81,9 @@ def append_rows(path: Path, rows: list[dict]) -> None:
 
 
 def to_jsonl(rows: list[dict]) -> str:
-    """Rows as lines of JSON. A Decimal becomes text, which keeps its digits. JSON has no nan and no
-    infinity. Python writes them all the same, and reading them back is the simplest way to find
-    them and make them null."""
-    lines = [json.dumps(row, default="{:f}".format) for row in rows]
-    finite = [json.loads(line, parse_constant=lambda name: None) for line in lines]
+    """Rows as lines of JSON. JSON has no nan and no infinity. Python writes them all the same, and
+    reading them back is the simplest way to find them and make them null."""
+    finite = [json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows]
     return "".join(json.dumps(row) + "\n" for row in finite)
 
 

@@ -32,11 +32,12 @@ def init_ranks():
         # Batches of many shapes leave holes in segments of fixed size.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "RANK" in os.environ:
+    if "RANK" in os.environ:  # set by torchrun; a cluster may export a MASTER_ADDR of its own
         launched = dist.is_torchelastic_launched()
         require(launched, "RANK is set: start with torchrun, or unset it")
         # Ranks wait for the one that samples longest, and for rank 0 to write files.
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+        with as_input_error("the other ranks of torchrun cannot be reached"):
+            dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     else:
         for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":  # srun, mpirun
             several = f"{name} is not 1, and each task would be a whole run: start torchrun in one"

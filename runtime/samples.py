@@ -45,8 +45,9 @@ def group_line(judged, **more):
         line["document"] = group.problem.document
     if group.entropies:
         line["entropies"] = group.entropies
-    if judged.right is not None:
-        line["right"] = judged.right.tolist()
+    right = judged.accepted if judged.right is None else judged.right
+    if right is not None:
+        line["right"] = right.tolist()
     if scores:
         line |= {"distinct_answers": scores.distinct_answers, "columns": scores.columns}
         for name in "log_W", "log_references", "log_P":
@@ -139,9 +140,8 @@ def read_lines(directory):
     of a training run. Of these the first, the last and the one in the middle are read."""
     place, run = directory.resolve().parent, directory.parent.parent
     require(place.name != "checkpoints", f"{directory} is a checkpoint: name its run, {run}")
-    is_run = (directory / "config.json").exists()
-    path = directory / ("evaluations.jsonl" if is_run else "samples.jsonl")
-    lines = read_rows(path, needed=("question", "references", "answers", "right"))
+    name = "evaluations.jsonl" if (directory / "config.json").exists() else "samples.jsonl"
+    lines = read_rows(directory / name, needed=("question", "references", "answers", "right"))
     require(lines, f"{directory} has no evaluation: train.py makes them with --eval-dataset")
     for line in lines:
         line["run"] = f"{directory} step {line['step']}" if "step" in line else str(directory)

@@ -88,7 +88,7 @@ def load_problems(name_or_path, limit=None, verifier=None, convert=None) -> list
     InputError if no row is left. What may surprise about the rows is said in lines. convert: what
     makes a Problem of a row and a verifier, or raises InputError, in place of to_problem.
     """
-    name = str(Path(name_or_path).expanduser())
+    name = str(name_or_path)
     rows, default = load_rows(name)
     require(rows, f"{name} has no rows")
     problems, left_out, surprising = [], {}, {}  # {reason: row numbers}, {what: examples}

@@ -93,6 +93,14 @@ def encode_plain(tokenizer, text):
     return ids
 
 
+def control_tokens(tokenizer):
+    """Control tokens such as <|im_end|>. Rows that contain one are left out, because it would be a
+    control token in the question and plain text in the reference. Not every tokenizer calls its
+    marks special (Qwen's <think> is not), and some add what is no mark, such as runs of spaces."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [t.content for t in added if t.special or re.fullmatch("<.+>", t.content)]
+
+
 def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=float("inf")):
     """The rows that fit the model -> (problems, tokens of the longest row: its prompt, a completion
     and its longest reference, which is read after a solution). Questions and references that hold a
@@ -102,11 +110,7 @@ def usable_prompts(model, tokenizer, problems, name, max_new_tokens, most=float(
         before, _ = around_message(tokenizer, *chat_messages(problems[0])[:-1])  # is checked
         shown = all(example.reference.strip() in before for example in problems[0].examples)
         require(shown, "the chat template does not show the solutions of the examples")
-    # A token such as <|im_end|> would be a control token in the question and plain text in the
-    # reference. Not every tokenizer calls its marks special (Qwen's <think> is not), and some add
-    # what is no mark, such as runs of spaces.
-    added, limit = tokenizer.added_tokens_decoder.values(), positions(model)
-    control = [t.content for t in added if t.special or re.fullmatch("<.+>", t.content)]
+    control, limit = control_tokens(tokenizer), positions(model)
     kept, longest, controlled, too_long = [], 0, 0, 0
     for problem in progress("prompts", problems, unit="prompt"):
         shown = [problem, *problem.examples]

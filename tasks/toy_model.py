@@ -64,6 +64,24 @@ def build_tokenizer():
     )
 
 
+def build_model(tokenizer):
+    config = Qwen3Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=168,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=128,
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
 def make_model(directory, args):
     """Make the toy's own model for a run, unless the run is resumed -> the directory."""
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
@@ -80,21 +98,7 @@ def warm_start(directory, seed, steps=900, withheld=()):
     torch.manual_seed(seed % 2**63)
     rng, (_, train) = random.Random(seed), toy.stories(withheld=withheld)
     tokenizer = build_tokenizer()
-    config = Qwen3Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=168,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=128,
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=True,
-        initializer_range=0.06,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = build_model(tokenizer)
     pairs = (tokenizer(list(toy.demonstration(rng, train)))["input_ids"] for _ in itertools.count())
     finetune(model, pairs, steps, batch=64, lr=8e-3, stop=tokenizer.eos_token_id)
     with as_input_error(f"cannot save {directory}"):

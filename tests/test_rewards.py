@@ -112,8 +112,11 @@ def test_a_verifier_decides_once_about_each_last_box(tokenizer, monkeypatch):
     assert R_by_name("general-verifier", judged).tolist() == [[0, 1, 0, 1], [0] * 4]
     problem = groups[0].problem
     model.assert_called_once_with([(problem, "14"), (problem, "7")], "model")
-    assert all(of_group.right.dtype == torch.bool for of_group in judged)
+    assert all(of_group.accepted.dtype == torch.bool for of_group in judged)
     assert group_line(judged[0])["right"] == [False, True, False, True]
+    both = ask_judges(groups[:1], {"verifier", "general-verifier"}, None, None)[0]
+    assert both.right.tolist() == [True, False, False, False]
+    assert both.accepted.tolist() == [False, True, False, True]
 
 
 def test_a_reply_that_decides_nothing_is_0_as_a_reward(tokenizer, monkeypatch):

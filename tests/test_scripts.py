@@ -299,7 +299,7 @@ def test_an_evaluation(script, monkeypatch, toy_model_dir, quick, tmp_path):
     settings = dict(temperature=0.3, top_p=0.9, top_k=9)
     assert sampled.call_args.kwargs.items() >= settings.items()
     results, rows = json.loads(Path("0/results.json").read_text()), read_rows("0/samples.jsonl")
-    assert [row["dataset"] for row in rows] == [held_out] * 3 + ["~/mine.jsonl"]
+    assert [row["dataset"] for row in rows] == [held_out] * 3 + [f"{tmp_path}/mine.jsonl"]
     summary, problems = results["results"][held_out], load_problems(held_out)
     assert summary == pytest.approx(summary_of(rows[:3]))
     assert 0 < summary["exact_match"] < summary["pass_at_1"] < 1 and 0 < summary["truncated"] < 1

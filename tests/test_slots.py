@@ -226,12 +226,13 @@ def test_scripts_sample_with_it(script, quick, toy_model_dir, monkeypatch, name)
 
 def test_train_moves_the_moments_where_it_is_crowded(script, quick, monkeypatch):
     train = importlib.import_module("train")
-    for crowded in True, False:
+    for crowded, flags in (True, ""), (False, ""), (True, "--cpu-offload"):
+        moves = crowded and not flags  # with offload they are in CPU memory already
         monkeypatch.setattr(train, "moments_stay", lambda _, found=crowded: not found)
         moved = mock.Mock(side_effect=train.moments_on_host)
         with mock.patch.object(train, "moments_on_host", moved):
-            assert script(train, f"{quick} --steps 1 --out {crowded}")[0] == 0
-        assert [each.args[1] for each in moved.call_args_list] == [crowded] * 3  # and evaluations
+            assert script(train, f"{quick} --steps 1 --out {crowded}{flags} {flags}")[0] == 0
+        assert [each.args[1] for each in moved.call_args_list] == [moves] * 3  # and evaluations
 
 
 def test_logits_that_are_no_numbers_end_it(model):

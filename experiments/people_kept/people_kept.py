@@ -166,7 +166,8 @@ def run_all(args):
         for name, more in zip(PLAIN, ("", f"--examples {args.out / 'examples.jsonl'}")):
             evaluated(args, f"{name}-0-sampled", args.model, f"{UNTRAINED} {more}", 0)
 
-    primary, others = ["kept-cer", "verifree"], ["kept-right", "sft-2", "kept-overlap"]
+    primary = ["kept-cer", "verifree"]
+    others = ["kept-right", "sft-2", "kept-overlap"]
     jobs = [(arm_of, arm, 0) for arm in (*primary, "start", *others)]
     jobs += [(arm_of, arm, 0, ["greedy"]) for arm in (*primary, "start")]
     jobs += [(arm_of, arm, seed) for seed in SEEDS[1:] for arm in primary]

@@ -35,24 +35,39 @@ def test_the_picture_is_that_of_the_numbers(tmp_path, monkeypatch):
 def test_where_the_primary_comparison_is_told():
     """On the page and in the index, and what is said beside it."""
     told = {}
-    for one, other in ("kept-cer", "verifree"), ("kept-cer", "start"), ("sft-2", "start"):
-        mean, error, *_ = people_kept.compared(SAMPLED, one, other)
-        told[one, other] = f"{people_kept.short(mean)} ± {people_kept.short(error)}"
+    for arm in "kept-cer", "kept-right", "kept-overlap", "sft-2":
+        told[arm] = difference(arm, "start")
+    primary = difference("kept-cer", "verifree")
     page = words_of(PAGE)
-    primary = told["kept-cer", "verifree"]
     assert f"**The primary comparison**: `kept-cer` minus `verifree` is {primary}" in page
-    index = words_of((ROOT / "experiments" / "README.md").read_text())
-    assert f"kept by CER minus VeriFree: {primary}" in index
-    others = {name: words_of((ROOT / name).read_text()) for name in TOLD}
-    for name, text in others.items():
-        for one, other in re.findall(r"`([\w-]+)` minus `([\w-]+)` is ", text):
-            if (one, other) in told and "kept" in one:
-                assert f"`{one}` minus `{other}` is {told[one, other]}" in text, name
-    assert told["sft-2", "start"] in others["docs/rewards.md"]
-    assert primary in others["docs/rewards.md"]
+    assert f"`sft-2` minus `verifree` is {difference('sft-2', 'verifree')}" in page
+    index, rewards, day, front = (words_of((ROOT / name).read_text()) for name in TOLD)
+    assert f"kept by CER minus VeriFree: {primary}" in index and told["kept-right"] in index
+    assert f"`kept-cer` minus `verifree` is {primary}" in rewards
+    ended = (
+        f"ended {told['kept-cer']} above the start, and what a program kept {told['kept-right']}"
+    )
+    assert ended in rewards
+    assert f"({told['kept-right']} by `right`, {told['kept-cer']} by CER)" in day
+    behind = difference("kept-right", "kept-cer")
+    assert f"{behind} behind it; by overlap {told['kept-overlap']} was gained" in day
+    shares = {arm: people_kept.short(own.text.mean()) for arm, own in SAMPLED.groupby("arm")}
+    cells = shares["start"], shares["sft-2"], shares["verifree"], told["sft-2"]
+    assert f"| {' | '.join(cells)} |" in rewards
+    assert f"four passes, one seed, ended at {shares['sft-4']}" in rewards
+    start, two, verifree, kept = (
+        f"{SAMPLED[SAMPLED.arm == arm].text.mean():.2f}"[1:]
+        for arm in ("start", "sft-2", "verifree", "kept-cer")
+    )
+    assert f"{start} before, {two} after, `verifree` {verifree}, kept by CER {kept};" in front
 
 
-TOLD = "README.md", "docs/rewards.md", "docs/your-own-file.md", "docs/keeping.md"
+def difference(one, other):
+    mean, error, *_ = people_kept.compared(SAMPLED, one, other)
+    return f"{people_kept.short(mean)} ± {people_kept.short(error)}"
+
+
+TOLD = "experiments/README.md", "docs/rewards.md", "docs/your-own-file.md", "README.md"
 
 
 def test_seconds_and_kept_samples_of_seed_0():
