@@ -356,6 +356,7 @@ def check_scoring(model, tokenizer):
     contexts = [vocab.encode(text) for text in (r"so \boxed", r"that is why it must be \boxed")]
     answers = [vocab.encode(text) for text in ("{14 eggs", r"{\frac{1}{2}")]
     lengths, last, cache = read_contexts(model, contexts)
+    errors = []
     for tokens, states in zip(answers, read_answers(model, answers, lengths, last, cache)):
         for context, in_parts in zip(contexts, model.lm_head(states)):
             ids = torch.tensor([context + tokens], device=model.device)
@@ -364,8 +365,11 @@ def check_scoring(model, tokenizer):
                 raise ValueError("its logits are not lm_head of the last hidden state")
             whole = logits[0, -len(tokens) - 1 :]
             wrong = in_parts.float().log_softmax(-1) - whole.float().log_softmax(-1)
-            if not wrong.abs().mean() < (0.1 if model.dtype == torch.bfloat16 else 1e-3):
-                raise ValueError("scoring an answer in parts changes its probability")
+            errors.append(wrong.abs().mean())
+    # In bf16 a sound 135M model is .06 off in the mean of the four pairs, and .11 in one of them. A
+    # position that is off by one makes .17 and more.
+    if not torch.stack(errors).mean() < (0.1 if model.dtype == torch.bfloat16 else 1e-3):
+        raise ValueError("scoring an answer in parts changes its probability")
 
 
 # --------------------------------------------------------------------- Eq. 3, and M < N for Table 3

@@ -1,12 +1,13 @@
 """Judge once, keep, fine-tune: beside VeriFree and beside fine-tuning on people's references.
 
     python experiments/people_kept/people_kept.py DATA MODEL OUT runs      # in the declared order
-    python experiments/people_kept/people_kept.py DATA MODEL OUT gather    # people_kept.csv
+    python experiments/people_kept/people_kept.py DATA MODEL OUT gather    # the CSV files
     python experiments/people_kept/people_kept.py DATA MODEL OUT tables    # from the CSV files
 
 DATA holds squad_human.jsonl, squad_more.jsonl and fairytaleqa_human.jsonl, MODEL is
 SmolLM2-135M-Instruct. Each run is a directory in OUT, made by a command of the programs. What is
-finished is not run again. Two commands go at a time, one thread each.
+finished is not run again. Two commands go at a time, one thread each. The numbers are in
+questions-300/, and those of half of the training questions (--questions 150) in questions-150/.
 """
 
 import argparse
@@ -26,12 +27,13 @@ sys.path.insert(0, str(ROOT))
 from experiments.sft.people import ask, length, make_rows, samples_of, with_seeds, write  # noqa: E402
 
 SEEDS = range(3)
-TRAIN, HELD_OUT = 150, 450
+HELD_OUT = 450
+DTYPES = {150: "fp32", 300: "bf16"}  # of the number of training questions
 AT_1 = "--temperature 1 --top-p 1 --top-k 0"
 SAMPLED = f"--runs 2 --max-new-tokens 64 {AT_1}"
 GREEDY = "--runs 1 --max-new-tokens 64 --temperature 0"
 UNTRAINED = f"--runs 1 --max-new-tokens 128 {AT_1}"
-JUDGE = "--limit 150 --samples 8 --max-new-tokens 64 --rewards cer,verifree,exact,overlap,rlpr"
+JUDGE = "--samples 8 --max-new-tokens 64 --rewards cer,verifree,exact,overlap,rlpr"
 LORA = "--lora 32 --lr 5e-4 --microbatch-tokens 2048"
 KEEP = f"--per-question 2 --epochs 1 {LORA}"
 VERIFREE = f"--reward verifree --steps 30 --questions 4 --samples 8 --max-new-tokens 64 {LORA}"
@@ -63,7 +65,7 @@ def make_all_rows(args):
         part = held_out if len(held_out) < HELD_OUT else train
         part += of_article[article]
     rng.shuffle(train)
-    write(args.out / "train.jsonl", train[:TRAIN])
+    write(args.out / "train.jsonl", train[: args.questions])
     write(args.out / "held-out.jsonl", rng.sample(held_out, HELD_OUT))
     worked = [
         {
@@ -112,20 +114,25 @@ def run(args, name, command, last):
 
 def fine_tuned(args, name, model, data, flags, seed):
     command = f"sft.py --model {model} --data {data} --seed {seed} {flags}"
+    if name != "start":  # which is the same for both
+        command += f" --dtype {DTYPES[args.questions]}"
     run(args, name, command, "config.json")
 
 
 def evaluated(args, name, model, settings, seed):
     rows = args.out / "held-out.jsonl"
     command = f"evaluate.py --model {model} --dataset {rows} --verifier text --seed {seed}"
-    run(args, name, f"{command} {settings}", "results.json")
+    command += f" --dtype {DTYPES[args.questions]} {settings}"
+    run(args, name, command, "results.json")
 
 
 def judged(args, name, rows, seed):
     """Two arms of a seed may want the same samples at the same time. The first one draws them."""
     command = f"judge.py --model {args.out / 'start'} --dataset {args.out / rows} --verifier text"
     with JUDGING:
-        run(args, name, f"{command} --seed {seed} {JUDGE}", "judge.json")
+        command += f" --dtype {DTYPES[args.questions]} --limit {args.questions}"
+        command += f" --seed {seed} {JUDGE}"
+        run(args, name, command, "judge.json")
 
 
 def trained(args, arm, seed):
@@ -136,6 +143,7 @@ def trained(args, arm, seed):
     if arm == "verifree":
         rows = f"--dataset {args.out / 'train.jsonl'} --verifier text"
         command = f"train.py --model {start} {rows} --seed {seed} {VERIFREE}"
+        command += f" --dtype {DTYPES[args.questions]}"
         run(args, name, command, "checkpoints/step-30/config.json")
         return args.out / name / "checkpoints" / "step-30"
     if arm.startswith("kept-"):
@@ -148,34 +156,28 @@ def trained(args, arm, seed):
 
 
 def run_all(args):
-    """Seed 0 first, then the primary comparison of the other seeds, then the rest."""
+    """The primary comparison first, then the other arms by their seeds."""
     if not (args.out / "examples.jsonl").exists():
         make_all_rows(args)
     fine_tuned(args, "start", args.model, args.out / "demos.jsonl", "--epochs 3", 0)
 
-    def arm_of(arm, seed, ways=("sampled",)):
+    def arm_of(arm, seed):
         if arm.startswith("kept-"):
             judged(args, f"judge-{seed}", "train.jsonl", seed)
         model = trained(args, arm, seed)
-        for way in ways:
-            settings = {"sampled": SAMPLED, "greedy": GREEDY}[way]
+        for way, settings in ("sampled", SAMPLED), ("greedy", GREEDY):
             evaluated(args, f"{arm}-{seed}-{way}", model, settings, seed)
 
-    def extras():
-        judged(args, "judge-tales", "pilot.jsonl", 0)
+    def untrained():
         for name, more in zip(PLAIN, ("", f"--examples {args.out / 'examples.jsonl'}")):
             evaluated(args, f"{name}-0-sampled", args.model, f"{UNTRAINED} {more}", 0)
 
     primary = ["kept-cer", "verifree"]
-    others = ["kept-right", "sft-2", "kept-overlap"]
-    jobs = [(arm_of, arm, 0) for arm in (*primary, "start", *others)]
-    jobs += [(arm_of, arm, 0, ["greedy"]) for arm in (*primary, "start")]
+    others = ["kept-right", "sft-2", "kept-overlap", "sft-4"]
+    jobs = [(arm_of, arm, 0) for arm in (*primary, "start")]
     jobs += [(arm_of, arm, seed) for seed in SEEDS[1:] for arm in primary]
-    jobs += [(extras,)]
-    jobs += [(arm_of, arm, seed) for seed in SEEDS[1:] for arm in others]
-    jobs += [(arm_of, "sft-4", seed) for seed in SEEDS]
-    jobs += [(arm_of, arm, seed, ["greedy"]) for seed in SEEDS[1:] for arm in primary]
-    jobs += [(arm_of, arm, seed, ["greedy"]) for seed in SEEDS for arm in (*others, "sft-4")]
+    jobs += [(arm_of, arm, seed) for seed in SEEDS for arm in others]
+    jobs += [(untrained,)]
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(*job) for job in jobs]
         for job in done:
@@ -197,36 +199,45 @@ def gather(args):
             tables.append(samples)
     documents = tables[0].drop_duplicates("line").set_index("line").document
     documents.to_csv(DOCUMENTS)
-    if CSV.exists():  # the runs of another machine stay
-        tables.insert(0, pandas.read_csv(CSV))
+    folder = folder_of(args.questions)
+    if (folder / SAMPLES).exists():  # the runs of another machine stay
+        tables.insert(0, pandas.read_csv(folder / SAMPLES))
     table = pandas.concat(tables)
     table = table.drop_duplicates(["arm", "seed", "decoding", "line", "sample"], keep="last")
-    table[["arm", "seed", "decoding", *OF_A_SAMPLE]].to_csv(CSV, index=False)
+    table[["arm", "seed", "decoding", *OF_A_SAMPLE]].to_csv(folder / SAMPLES, index=False)
     costs = []
     for path in sorted(args.out.glob("*.seconds")):
         line = {"run": path.stem, "cpu_seconds": sum(map(int, path.read_text().split()))}
         kept = args.out / path.stem / "selected.jsonl"
         costs.append(line | {"kept": len(kept.read_text().splitlines()) if kept.exists() else ""})
-    if COSTS.exists():
-        costs = pandas.read_csv(COSTS, keep_default_na=False).to_dict("records") + costs
-    pandas.DataFrame(costs).drop_duplicates("run", keep="last").to_csv(COSTS, index=False)
-    judged = [pandas.read_csv(JUDGED)] if JUDGED.exists() else []
+    if (folder / COSTS).exists():
+        costs = read_costs(folder).to_dict("records") + costs
+    costs = pandas.DataFrame(costs).drop_duplicates("run", keep="last")
+    costs.to_csv(folder / COSTS, index=False)
+    judged = [pandas.read_csv(folder / JUDGED)] if (folder / JUDGED).exists() else []
     for path in sorted(args.out.glob("judge-*/judge.json")):
         table = pandas.read_json(path, orient="index").rename_axis("reward").reset_index()
         judged.append(table.assign(run=path.parent.name).round(4))
     judged = pandas.concat(judged).drop_duplicates(["run", "reward"], keep="last")
-    judged[["run", "reward", "AUC", "low", "high", "right", "wrong"]].to_csv(JUDGED, index=False)
+    columns = ["run", "reward", "AUC", "low", "high", "right", "wrong"]
+    judged[columns].to_csv(folder / JUDGED, index=False)
 
 
-CSV, COSTS, DOCUMENTS, JUDGED, PICTURE = (
-    Path(__file__).with_name(name)
-    for name in "people_kept.csv costs.csv documents.csv judged.csv people_kept.svg".split()
-)
+DOCUMENTS = Path(__file__).with_name("documents.csv")
+SAMPLES, COSTS, JUDGED, PICTURE = "samples.csv", "costs.csv", "judged.csv", "people_kept.svg"
 OF_A_SAMPLE = "line sample text f1 answered tokens".split()
 
 
-def read():
-    return pandas.read_csv(CSV).merge(pandas.read_csv(DOCUMENTS), on="line")
+def folder_of(questions):
+    return DOCUMENTS.with_name(f"questions-{questions}")
+
+
+def read(folder):
+    return pandas.read_csv(folder / SAMPLES).merge(pandas.read_csv(DOCUMENTS), on="line")
+
+
+def read_costs(folder):
+    return pandas.read_csv(folder / COSTS, keep_default_na=False)
 
 
 def differences(samples, one, other, what="text"):
@@ -257,10 +268,10 @@ def short(x, sign=""):
     return f"{x:{sign}.3f}".replace("0.", ".", 1)
 
 
-def rows_of_arms(samples):
+def rows_of_arms(folder):
     """The page's first table: each arm with its shares, and the CPU seconds of a seed since the
     start, without evaluations."""
-    costs = pandas.read_csv(COSTS).set_index("run").cpu_seconds
+    samples, costs = read(folder), read_costs(folder).set_index("run").cpu_seconds
     for arm in [arm for arm in (*ARMS, *PLAIN) if (samples.arm == arm).any()]:
         cells = []
         for decoding, names in ("sampled", ("text", "f1")), ("greedy", ("text",)):
@@ -308,14 +319,14 @@ def rows_of_rewards(judged):
         yield f"| `{reward}` | {' | '.join(cells)} |"
 
 
-def draw(samples):
+def draw(folder, path):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "cer"
-    costs = pandas.read_csv(COSTS).set_index("run").cpu_seconds
+    samples, costs = read(folder), read_costs(folder).set_index("run").cpu_seconds
     sampled = samples[samples.decoding == "sampled"]
     figure, axis = pyplot.subplots(figsize=(7, 4))
     for arm in [arm for arm in ARMS if (sampled.arm == arm).any()]:
@@ -328,7 +339,7 @@ def draw(samples):
     axis.grid(alpha=0.3)
     axis.legend(loc="lower center", ncols=2, fontsize=8)
     figure.tight_layout()
-    figure.savefig(PICTURE, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
 LABELS = {
@@ -343,11 +354,11 @@ LABELS = {
 
 
 def tables(args):
-    samples = read()
-    draw(samples)
-    print(*rows_of_arms(samples), "", *rows_of_differences(samples), sep="\n")
-    print(*rows_of_rewards(pandas.read_csv(JUDGED)), "", sep="\n")
-    print(pandas.read_csv(COSTS, keep_default_na=False).to_string(index=False))
+    folder = folder_of(args.questions)
+    draw(folder, folder / PICTURE)
+    print(*rows_of_arms(folder), "", *rows_of_differences(read(folder)), "", sep="\n")
+    print(*rows_of_rewards(pandas.read_csv(folder / JUDGED)), "", sep="\n")
+    print(read_costs(folder).to_string(index=False))
 
 
 def main():
@@ -358,6 +369,7 @@ def main():
     add("out", type=lambda text: Path(text).resolve())
     steps = {"runs": run_all, "gather": gather, "tables": tables}
     add("step", choices=steps)
+    add("--questions", type=int, choices=DTYPES, default=300, help="how many to train on")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     steps[args.step](args)

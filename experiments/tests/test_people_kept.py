@@ -9,24 +9,24 @@ from conftest import ROOT
 from experiments.people_kept import people_kept
 from experiments.tests.told import page_of, words_of
 
-PAGE, SAMPLES = page_of("people_kept"), people_kept.read()
+PAGE, FOLDER = page_of("people_kept"), people_kept.folder_of(150)
+SAMPLES = people_kept.read(FOLDER)
 SAMPLED = SAMPLES[SAMPLES.decoding == "sampled"]
 
 
 def test_every_row_of_its_tables():
-    rows = [*people_kept.rows_of_arms(SAMPLES), *people_kept.rows_of_differences(SAMPLES)]
-    rows += people_kept.rows_of_rewards(pandas.read_csv(people_kept.JUDGED))
+    rows = [*people_kept.rows_of_arms(FOLDER), *people_kept.rows_of_differences(SAMPLES)]
+    rows += people_kept.rows_of_rewards(pandas.read_csv(FOLDER / people_kept.JUDGED))
     for row in rows:
         assert row in PAGE.split("\n"), row
 
 
-def test_the_picture_is_that_of_the_numbers(tmp_path, monkeypatch):
+def test_the_picture_is_that_of_the_numbers(tmp_path):
     """Its points; what a version of matplotlib adds may differ."""
-    kept = people_kept.PICTURE.read_text()
-    monkeypatch.setattr(people_kept, "PICTURE", tmp_path / "drawn.svg")
+    kept = (FOLDER / people_kept.PICTURE).read_text()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        people_kept.draw(SAMPLES)
+        people_kept.draw(FOLDER, tmp_path / "drawn.svg")
     drawn = (tmp_path / "drawn.svg").read_text()
     points = re.compile(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"')
     assert points.findall(drawn) == points.findall(kept) != []
@@ -71,7 +71,7 @@ TOLD = "experiments/README.md", "docs/rewards.md", "docs/your-own-file.md", "REA
 
 
 def test_seconds_and_kept_samples_of_seed_0():
-    costs = pandas.read_csv(people_kept.COSTS).set_index("run")
-    kept = [f"{costs.kept[f'kept-{by}-0']:.0f}" for by in people_kept.KEPT]
+    costs = people_kept.read_costs(FOLDER).set_index("run")
+    kept = [costs.kept[f"kept-{by}-0"] for by in people_kept.KEPT]
     said = "257, 76 and 160"
     assert " and ".join([", ".join(kept[:2]), kept[2]]) == said and said in words_of(PAGE)
