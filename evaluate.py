@@ -16,7 +16,7 @@ import torch.distributed as dist
 from engine.checks import check_sampling
 from measure import add_model_and_data, evaluation, load_model_and_data, summarize
 from runtime.files import append_rows, write_atomically
-from runtime.samples import say_grade
+from runtime.sampled import say_grade
 
 # Samples of a rank of evaluate.py: as many as engine/slots.py decodes together. Each time it waits
 # for the longest of them.

@@ -29,7 +29,7 @@ from measure import say_ratings
 from reward_functions import REWARDS
 from runtime.files import append_rows
 from runtime.ranks import init_ranks
-from runtime.samples import read_lines, say_pass_at_1
+from runtime.sampled import read_lines, say_pass_at_1
 from tasks.data import Problem
 from tasks.general_verifier import ask, read_prompt
 from tasks.grades import by_grades, choose_questions, in_doubt, read_grades

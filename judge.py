@@ -21,7 +21,7 @@ from reward_functions import REWARDS, R_by_name, ask_judges, check_asked
 from rollout import sample
 from runtime.files import append_rows
 from runtime.ranks import seed_everything
-from runtime.samples import group_line, sample_table, say_grade
+from runtime.sampled import group_line, sample_table, say_grade
 
 KNOWN = [name for name in REWARDS if name != "general-verifier"]  # grade.py asks models to reply
 DEFAULT = "cer,verifree,exact,overlap,overlap+cer,rule+cer,asked"

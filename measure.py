@@ -16,7 +16,7 @@ from runtime import cli
 from runtime.files import write_atomically
 from runtime.ranks import all_gather, init_ranks, open_run_directory, seed_everything
 from runtime.report import warning
-from runtime.samples import brief, group_line, of_questions, sample_table, tiny_reward_groups
+from runtime.sampled import brief, group_line, of_questions, sample_table, tiny_reward_groups
 from tasks.data import NAMES, load_examples, load_problems, with_examples
 from tasks.prompts import show_first, usable_prompts
 from tasks.verifiers import VERIFIERS

@@ -18,7 +18,7 @@ from engine.tokens import batches, positions, vocabulary
 from rloo import rloo_rows, verifree_rows
 from rollout import Group
 from runtime.cli import as_input_error, progress, require, say
-from runtime.samples import verbatim
+from runtime.sampled import verbatim
 from tasks import general_verifier
 from tasks.prompts import encode_message
 from tasks.verifiers import verify, words

@@ -35,7 +35,7 @@ from reward_functions import REWARDS
 from rloo import completion_row, leave_one_out, update
 from runtime.files import read_config, read_rows, to_jsonl, write_atomically
 from runtime.ranks import init_ranks, open_run_directory
-from runtime.samples import brief, sample_table
+from runtime.sampled import brief, sample_table
 from tasks import data
 from tasks.grades import by_grades, choose_questions, read_grades
 from tasks.prompts import encode_prompt, show_first, usable_prompts

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from runtime import samples
+from runtime import sampled
 from runtime.cli import InputError, for_shell, is_rank_0, say
 from runtime.files import LOGS, append_rows, beginning, how_to_resume, read_config, write_atomically
 from runtime.ranks import all_gather
@@ -25,7 +25,7 @@ def warning(numbers):
     if not math.isfinite(numbers.get("grad_norm", 0.0)):
         return "the gradient is not finite, so no weight changed; if this goes on, lower --lr"
     if numbers["tiny_reward_groups"] > 0.5:
-        return f"most groups have no reward over {samples.TINY:g}: shorten or show the references"
+        return f"most groups have no reward over {sampled.TINY:g}: shorten or show the references"
     # A model that boxed, and had room for it, left a tenth of its samples without an answer, and
     # with half of that room a half. They have the reward 0, whatever their work is worth.
     if min(1 - numbers["answered"], numbers["truncated"]) > 0.25:
@@ -111,7 +111,7 @@ class RunLog:
         self.append("evaluations.jsonl", [{"step": step} | line for line in lines])
         self.append("metrics.jsonl", [numbers])
         when = f"after step {step}" if step else "before training"
-        say(f"{when}  pass@1 {samples.with_error(pass_at_1, error)}")
+        say(f"{when}  pass@1 {sampled.with_error(pass_at_1, error)}")
         sample = lines[0]
         a_star = " or ".join(sample["references"])
         right = "right" if sample["right"][0] else f"wrong, a* is {a_star}"
@@ -133,18 +133,18 @@ class RunLog:
         """Write a step and print it, and what is wrong with it. Its numbers are means over the
         samples of all ranks, and those of the update."""
         lines = [
-            samples.group_line(each, step=step, R=R_group.tolist(), A=A_group.tolist())
+            sampled.group_line(each, step=step, R=R_group.tolist(), A=A_group.tolist())
             for each, R_group, A_group in zip(judged, R, A)
         ]
         self.append("samples.jsonl", lines[:GROUPS_A_STEP])
-        table = samples.sample_table(all_gather(lines))
-        line = {"step": step} | samples.of_step(table) | numbers | {"seconds": self.seconds}
+        table = sampled.sample_table(all_gather(lines))
+        line = {"step": step} | sampled.of_step(table) | numbers | {"seconds": self.seconds}
         line["tokens_per_second"] = int(table.tokens.sum()) / sum(self.seconds.values())
         self.append("metrics.jsonl", [line])
         # The pace includes evaluations and checkpoints.
         pace = (time.perf_counter() - self.started) / (step - self.first_step + 1)
         eta = datetime.timedelta(seconds=round(pace * (self.last_step - step)))
-        shown = [f"{name} {samples.brief(line[name])}" for name in IN_THE_LOG if name in line]
+        shown = [f"{name} {sampled.brief(line[name])}" for name in IN_THE_LOG if name in line]
         say(f"step {step}/{self.last_step}  {'  '.join(shown)}  {pace:.3g} s/step  eta {eta}")
         problem = warning(line)
         if problem and problem not in self.warned:  # once in a run
@@ -160,6 +160,6 @@ class RunLog:
         print(f"  curves   python plot.py {for_shell(self.out)}")
         print(f"  samples  open {self.out}/samples.jsonl in docs/samples.html")
         if self.args.eval_dataset:
-            lines = samples.read_lines(self.out)
-            samples.say_pass_at_1(samples.sample_table(lines), "the run's own verifier")
-            samples.say_grade(lines, self.out)
+            lines = sampled.read_lines(self.out)
+            sampled.say_pass_at_1(sampled.sample_table(lines), "the run's own verifier")
+            sampled.say_grade(lines, self.out)

@@ -6,7 +6,7 @@ import random
 
 from runtime.cli import as_input_error, require, say
 from runtime.files import read_rows
-from runtime.samples import case_of, sample_table
+from runtime.sampled import case_of, sample_table
 from tasks.verifiers import plain_text
 
 

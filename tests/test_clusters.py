@@ -12,7 +12,7 @@ import pytest
 import evaluate
 import train
 from runtime.files import append_rows, read_rows
-from runtime.samples import (
+from runtime.sampled import (
     mean_of_questions,
     of_questions,
     read_lines,

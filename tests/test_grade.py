@@ -16,7 +16,7 @@ import judge
 import train
 from runtime.cli import InputError
 from runtime.files import append_rows, read_rows
-from runtime.samples import brief
+from runtime.sampled import brief
 from tasks import general_verifier, grades, toy
 
 # In this order they are graded.

@@ -17,7 +17,7 @@ import measure
 import plot
 import train
 from runtime.files import read_rows
-from runtime.samples import sample_table
+from runtime.sampled import sample_table
 from tasks.data import load_problems
 
 FLAGS = "--dataset toy-test --max-new-tokens 32 --out j"

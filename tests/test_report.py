@@ -12,7 +12,7 @@ import train
 from reward_functions import Judged, ask_judges
 from runtime import cli, report
 from runtime.files import append_rows
-from runtime.samples import group_line, of_step, sample_table
+from runtime.sampled import group_line, of_step, sample_table
 
 HEALTHY = {"answered": 0.9, "truncated": 0.1, "zero_advantage_groups": 0.2, "grad_norm": 0.1}
 HEALTHY |= {"tiny_reward_groups": 0.5}

@@ -31,7 +31,7 @@ from reward_functions import (
     f1,
 )
 from runtime.cli import InputError
-from runtime.samples import group_line, sample_table
+from runtime.sampled import group_line, sample_table
 from tasks import data, general_verifier, toy, verifiers
 from tasks.verifiers import BOXED_LATEX, VERIFIERS, verify, words
 

@@ -30,7 +30,7 @@ from reward_functions import probability_of_yes
 from runtime.cli import progress
 from runtime.files import append_rows, read_rows
 from runtime.ranks import init_ranks
-from runtime.samples import read_lines
+from runtime.sampled import read_lines
 from tasks import general_verifier
 from tasks.data import Problem
 from tasks.prompts import encode_prompt

@@ -39,7 +39,7 @@ from measure import evaluation, summarize
 from plot import Figure, save
 from runtime import cli
 from runtime.files import append_rows, read_rows, to_jsonl
-from runtime.samples import verbatim
+from runtime.sampled import verbatim
 
 TOY = " --dataset toy --eval-dataset toy-test --eval-limit 3 --eval-every 1 --questions 4"
 TOY += " --samples 4 --max-new-tokens 24"

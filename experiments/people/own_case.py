@@ -29,7 +29,7 @@ from cer import cer
 from measure import interval, question_aucs, rate_rewards
 from reward_functions import f1, words
 from rloo import leave_one_out
-from runtime.samples import read_lines
+from runtime.sampled import read_lines
 from tasks.grades import by_grades, choose_questions, read_grades
 from tasks.verifiers import plain_text
 

@@ -19,7 +19,7 @@ from experiments.tests.told import (
     words_of,
 )
 from runtime.files import read_rows
-from runtime.samples import sample_table
+from runtime.sampled import sample_table
 
 
 def test_the_table_of_choices_is_that_of_the_trainings():

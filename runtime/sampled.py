@@ -1,5 +1,5 @@
-"""The samples of a run: in its files a line for each group, and from these one table with a row for
-each sample. What a sample is (answered, verbatim, right, ...) is derived there and nowhere else."""
+"""What a run has sampled: in its files a line for each group, and from these one table with a row
+for each sample. What a sample is (answered, right, ...) is derived there and nowhere else."""
 
 import json
 import math
