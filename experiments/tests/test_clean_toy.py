@@ -5,11 +5,13 @@ import json
 from unittest import mock
 
 import pytest
+from conftest import ROOT
 
 from experiments.clean_toy import clean_toy, tables
 from experiments.tests.told import page_of, words_of
 from tasks import toy, toy_model
 
+FRONT = (ROOT / "README.md").read_text()
 STORIES = {story.question(): story for story in itertools.chain(*toy.stories())}
 
 
@@ -66,6 +68,14 @@ def test_the_tables_and_both_primary_comparisons():
     for one, other in tables.PRIMARY:
         said = tables.in_words(*tables.difference(lines, one, other))
         assert said in words_of(page)
+    start, kept = (
+        f"{lines[(lines.arm == arm) & (lines['round'] == round_)].new.mean():.2f}"[1:]
+        for arm, round_ in (("start", 0), ("kept-cer", 1))
+    )
+    gain = tables.in_words(*tables.difference(lines, *tables.PRIMARY[0]))
+    assert f"goes from {start} to {kept}, {gain} above one kept by exact match" in words_of(FRONT)
+    _, low, high, _ = tables.difference(lines, *tables.PRIMARY[1])
+    assert low < 0 < high and "two rounds against 200 steps of RLOO: undecided" in words_of(FRONT)
     # By hand: the mean of the differences of the same fold and seed.
     of = {arm: lines[lines.arm == arm] for arm in ("kept-cer", "kept-exact")}
     first = {arm: own[own["round"] == 1].set_index(["fold", "seed"]).new for arm, own in of.items()}

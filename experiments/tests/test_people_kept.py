@@ -55,11 +55,9 @@ def test_where_the_primary_comparison_is_told():
     cells = shares["start"], shares["sft-2"], shares["verifree"], told["sft-2"]
     assert f"| {' | '.join(cells)} |" in rewards
     assert f"four passes, one seed, ended at {shares['sft-4']}" in rewards
-    start, two, verifree, kept = (
-        f"{SAMPLED[SAMPLED.arm == arm].text.mean():.2f}"[1:]
-        for arm in ("start", "sft-2", "verifree", "kept-cer")
-    )
-    assert f"{start} before, {two} after, `verifree` {verifree}, kept by CER {kept};" in front
+    gains = [difference(arm, "start") for arm in ("sft-2", "verifree", "kept-cer")]
+    said = "it gained {}, `verifree` {}, a round kept by CER {}."
+    assert said.format(*gains) in front and f"a 135M with {shares['start'][:3]} right" in front
 
 
 def difference(one, other):
