@@ -4,6 +4,7 @@ import re
 
 import matplotlib
 import pandas
+import pytest
 from conftest import ROOT
 
 from experiments.people_kept import people_kept
@@ -12,21 +13,25 @@ from experiments.tests.told import page_of, words_of
 PAGE, FOLDER = page_of("people_kept"), people_kept.folder_of(150)
 SAMPLES = people_kept.read(FOLDER)
 SAMPLED = SAMPLES[SAMPLES.decoding == "sampled"]
+FOLDERS = [FOLDER, people_kept.folder_of(300)]
 
 
-def test_every_row_of_its_tables():
-    rows = [*people_kept.rows_of_arms(FOLDER), *people_kept.rows_of_differences(SAMPLES)]
-    rows += people_kept.rows_of_rewards(pandas.read_csv(FOLDER / people_kept.JUDGED))
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_row_of_its_tables(folder):
+    rows = [*people_kept.rows_of_arms(folder)]
+    rows += people_kept.rows_of_differences(people_kept.read(folder))
+    rows += people_kept.rows_of_rewards(pandas.read_csv(folder / people_kept.JUDGED))
     for row in rows:
         assert row in PAGE.split("\n"), row
 
 
-def test_the_picture_is_that_of_the_numbers(tmp_path):
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_picture_is_that_of_the_numbers(folder, tmp_path):
     """Its points; what a version of matplotlib adds may differ."""
-    kept = (FOLDER / people_kept.PICTURE).read_text()
+    kept = (folder / people_kept.PICTURE).read_text()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        people_kept.draw(FOLDER, tmp_path / "drawn.svg")
+        people_kept.draw(folder, tmp_path / "drawn.svg")
     drawn = (tmp_path / "drawn.svg").read_text()
     points = re.compile(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"')
     assert points.findall(drawn) == points.findall(kept) != []
@@ -57,7 +62,7 @@ def test_where_the_primary_comparison_is_told():
     assert f"four passes, one seed, ended at {shares['sft-4']}" in rewards
     gains = [difference(arm, "start") for arm in ("sft-2", "verifree", "kept-cer")]
     said = "it gained {}, `verifree` {}, a round kept by CER {}."
-    assert said.format(*gains) in front and f"a 135M with {shares['start'][:3]} right" in front
+    assert said.format(*gains) in front and f"a 135M, {shares['start'][:3]} after" in front
 
 
 def difference(one, other):
