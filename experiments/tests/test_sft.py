@@ -12,6 +12,7 @@ from experiments.tests.told import page_of, words_of
 from experiments.toy.compare_rewards import T
 
 PAGE, TOY = page_of("sft"), ROOT / "experiments/sft/toy.csv"
+FRONT = (ROOT / "README.md").read_text()
 
 
 def short(number):
@@ -56,10 +57,13 @@ def test_where_both_primary_comparisons_are_told():
         said = f"{short(mean)} ± {short(error)}"
         assert f"minus `full` is {said}" in words_of(PAGE)
         assert set(re.findall(rf"{name}(?: is|:)? (-?\.\d+ ± \.\d+)", others)) == {said}
+    gains = []
     for one, told in ("sft", "1.96 standard errors"), ("full", "over four"):
         mean, error, _ = people.difference(samples, one, "start")
         assert f"{short(mean)} ± {short(error)}" in words_of(PAGE) and told in words_of(PAGE)
         assert (one, f"{mean / error:.2f}") in (("sft", "1.96"), ("full", "4.14"))
+        gains.append(f"{short(mean)} ± {short(error)}")
+    assert f"[Elsewhere](experiments/sft/README.md) {' and '.join(gains)}." in words_of(FRONT)
     _, error, _ = people.difference(samples, "sft", "full")
     power = f"{(1.96 + 0.84) * error:.3f}".replace("0.", ".")
     assert f"only a true difference of {power} or more" in words_of(PAGE)
