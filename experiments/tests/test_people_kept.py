@@ -66,6 +66,9 @@ def test_where_the_primary_comparisons_are_told():
     rivals = [difference("sft-2", "verifree", samples) for samples in both]
     assert all(f"`sft-2` minus `verifree` is {rival}" in page for rival in rivals)
     assert f"from 300 questions it is {rivals[1]}" in rewards
+    greedy = people_kept.read(FOLDERS[1]).query("decoding == 'greedy'")
+    said = f"the two are further apart: {difference('sft-2', 'verifree', greedy)}"
+    assert said in page
     ended = f"ended {gains['kept-cer']} above the start, and what a program kept"
     assert f"{ended} {gains['kept-right']}" in rewards
     assert f"({gains['kept-right']} by `right`, {gains['kept-cer']} by CER)" in day
