@@ -1,6 +1,7 @@
 """CER against its specification, naive.py, and what the paper promises on distributions
 small enough to enumerate."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -137,6 +138,29 @@ def test_a_model_that_is_scored_otherwise_in_parts_is_refused(tokenizer, monkeyp
     monkeypatch.setattr(cer, "read_answers", shifted)
     with pytest.raises(ValueError, match="scoring an answer in parts changes"):
         cer.check_scoring(tiny_model(len(tokenizer)), tokenizer)
+
+
+@pytest.mark.parametrize("pairs, refused", [(1, False), (2, True)])
+def test_what_is_rounded_counts_in_the_mean_of_the_four_pairs(
+    tokenizer, monkeypatch, pairs, refused
+):
+    """A pair of a context and an answer that is off by three times the limit of fp32, 1e-3; then
+    two of them."""
+    model = tiny_model(len(tokenizer))
+
+    def rounded(model, answers, lengths, last, cache):
+        for states in read_answers(model, answers, lengths, last, cache):
+            logp = model.lm_head(states).log_softmax(-1)
+            off = model.lm_head(1.01 * states).log_softmax(-1)
+            by = 0.01 * 3e-3 / (off - logp).abs().mean(dim=(1, 2))  # [contexts]
+            by[pairs:] = 0
+            yield (1 + by[:, None, None]) * states if states.shape[1] == first else states
+
+    first = 1 + len(tokenizer.encode("{14 eggs", add_special_tokens=False))
+    monkeypatch.setattr(cer, "read_answers", rounded)
+    says = pytest.raises(ValueError, match="in parts") if refused else contextlib.nullcontext()
+    with says:
+        cer.check_scoring(model, tokenizer)
 
 
 @torch.no_grad()
