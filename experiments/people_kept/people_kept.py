@@ -7,7 +7,8 @@
 DATA holds squad_human.jsonl, squad_more.jsonl and fairytaleqa_human.jsonl, MODEL is
 SmolLM2-135M-Instruct. Each run is a directory in OUT, made by a command of the programs. What is
 finished is not run again. Two commands go at a time, one thread each. The numbers are in
-questions-300/, and those of half of the training questions (--questions 150) in questions-150/.
+questions-300/, and those of half of the training questions (--questions 150, into an OUT of its
+own) in questions-150/.
 """
 
 import argparse
@@ -93,8 +94,10 @@ def make_all_rows(args):
 
 def run(args, name, command, last):
     """Run a program to OUT/name, unless the file that it writes last is there, and note the CPU
-    seconds of its process."""
+    seconds of its process. The start is computed in fp32 for both numbers of questions."""
     out = args.out / name
+    if name != "start":
+        command += f" --dtype {DTYPES[args.questions]}"
     if (out / last).exists():
         return
     if command.startswith("train.py") and (out / "config.json").exists():
@@ -114,24 +117,20 @@ def run(args, name, command, last):
 
 def fine_tuned(args, name, model, data, flags, seed):
     command = f"sft.py --model {model} --data {data} --seed {seed} {flags}"
-    if name != "start":  # which is the same for both
-        command += f" --dtype {DTYPES[args.questions]}"
     run(args, name, command, "config.json")
 
 
 def evaluated(args, name, model, settings, seed):
     rows = args.out / "held-out.jsonl"
     command = f"evaluate.py --model {model} --dataset {rows} --verifier text --seed {seed}"
-    command += f" --dtype {DTYPES[args.questions]} {settings}"
-    run(args, name, command, "results.json")
+    run(args, name, f"{command} {settings}", "results.json")
 
 
 def judged(args, name, rows, seed):
     """Two arms of a seed may want the same samples at the same time. The first one draws them."""
     command = f"judge.py --model {args.out / 'start'} --dataset {args.out / rows} --verifier text"
     with JUDGING:
-        command += f" --dtype {DTYPES[args.questions]} --limit {args.questions}"
-        command += f" --seed {seed} {JUDGE}"
+        command += f" --limit {args.questions} --seed {seed} {JUDGE}"
         run(args, name, command, "judge.json")
 
 
@@ -143,7 +142,6 @@ def trained(args, arm, seed):
     if arm == "verifree":
         rows = f"--dataset {args.out / 'train.jsonl'} --verifier text"
         command = f"train.py --model {start} {rows} --seed {seed} {VERIFREE}"
-        command += f" --dtype {DTYPES[args.questions]}"
         run(args, name, command, "checkpoints/step-30/config.json")
         return args.out / name / "checkpoints" / "step-30"
     if arm.startswith("kept-"):
@@ -271,7 +269,8 @@ def short(x, sign=""):
 def rows_of_arms(folder):
     """The page's first table: each arm with its shares, and the CPU seconds of a seed since the
     start, without evaluations."""
-    samples, costs = read(folder), read_costs(folder).set_index("run").cpu_seconds
+    samples = read(folder)
+    costs = read_costs(folder).set_index("run").cpu_seconds
     for arm in [arm for arm in (*ARMS, *PLAIN) if (samples.arm == arm).any()]:
         cells = []
         for decoding, names in ("sampled", ("text", "f1")), ("greedy", ("text",)):
@@ -326,7 +325,8 @@ def draw(folder, path):
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "cer"
-    samples, costs = read(folder), read_costs(folder).set_index("run").cpu_seconds
+    samples = read(folder)
+    costs = read_costs(folder).set_index("run").cpu_seconds
     sampled = samples[samples.decoding == "sampled"]
     figure, axis = pyplot.subplots(figsize=(7, 4))
     for arm in [arm for arm in ARMS if (sampled.arm == arm).any()]:

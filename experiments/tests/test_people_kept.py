@@ -82,7 +82,7 @@ def test_where_the_primary_comparisons_are_told():
     assert f"over 150 questions, one seed, ended at {passes}" in rewards
     start = both[1][both[1].arm == "start"].text.mean()
     assert f"a 135M, {start:.2f} after 142".replace("0.", ".") in front
-    said = "it gained {sft-2}, `verifree` {verifree}, a round kept by CER {kept-cer}."
+    said = "fine-tuning gained {sft-2}, `verifree` {verifree}, a round kept by CER {kept-cer}."
     assert said.format_map(later) in front
 
 

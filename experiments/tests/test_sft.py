@@ -63,7 +63,8 @@ def test_where_both_primary_comparisons_are_told():
         assert f"{short(mean)} ± {short(error)}" in words_of(PAGE) and told in words_of(PAGE)
         assert (one, f"{mean / error:.2f}") in (("sft", "1.96"), ("full", "4.14"))
         gains.append(f"{short(mean)} ± {short(error)}")
-    assert f"[Elsewhere](experiments/sft/README.md) {' and '.join(gains)}." in words_of(FRONT)
+    said = "[Elsewhere](experiments/sft/README.md) it gained {}, `verifree` {}."
+    assert said.format(*gains) in words_of(FRONT)
     _, error, _ = people.difference(samples, "sft", "full")
     power = f"{(1.96 + 0.84) * error:.3f}".replace("0.", ".")
     assert f"only a true difference of {power} or more" in words_of(PAGE)
