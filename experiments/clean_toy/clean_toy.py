@@ -2,7 +2,7 @@
 
     python experiments/clean_toy/clean_toy.py tune OUT      # which selection, passes, rate and K
     python experiments/clean_toy/clean_toy.py runs OUT      # what both comparisons need
-    python experiments/clean_toy/clean_toy.py rest OUT      # more arms, if time is left
+    python experiments/clean_toy/clean_toy.py rest OUT      # all other arms
     python experiments/clean_toy/clean_toy.py gather OUT    # clean_toy.csv
 
 A *combination* is a kind of question with its three numbers. The toy has 180 of them. Those that
@@ -425,7 +425,7 @@ def rest(args):
     chosen = json.loads(CHOSEN.read_text())
     for fold, seed in seeds(args):
         run = Seed(args.out, fold, seed)
-        run.first_round(chosen, ["overlap", "em"])
+        run.first_round(chosen, [*KEPT, "em"])
         run.bare(chosen)
         for reward in "verifree", "exact", "rule":
             run.rloo(chosen, reward)
