@@ -422,12 +422,13 @@ def runs(args):
 
 
 def rest(args):
+    """All arms: those of `runs`, where they are not there yet, and the others."""
     chosen = json.loads(CHOSEN.read_text())
     for fold, seed in seeds(args):
         run = Seed(args.out, fold, seed)
         run.first_round(chosen, [*KEPT, "em"])
         run.bare(chosen)
-        for reward in "verifree", "exact", "rule":
+        for reward in "cer", "verifree", "exact", "rule":
             run.rloo(chosen, reward)
         for round_ in 2, 3:
             for arm in KEPT:
