@@ -437,8 +437,13 @@ def rest(args):
 
 
 def gather(args):
+    """Add the lines of OUT to the CSV, as those of a machine. What it has of other machines stays."""
     paths = sorted(args.out.glob("[0-9]-[0-9]/lines.csv"))
-    pandas.concat(map(pandas.read_csv, paths)).to_csv(CSV, index=False)
+    lines = pandas.concat(map(pandas.read_csv, paths)).assign(machine=args.machine)
+    if CSV.exists():
+        lines = pandas.concat([pandas.read_csv(CSV), lines])
+    lines = lines.drop_duplicates(["machine", "fold", "seed", "arm", "round"], keep="last")
+    lines.to_csv(CSV, index=False)
 
 
 CSV = Path(__file__).with_name("clean_toy.csv")
@@ -449,6 +454,7 @@ def main():
     parser.add_argument("what", choices=["tune", "runs", "rest", "gather"])
     parser.add_argument("out", type=lambda text: Path(text).resolve())
     parser.add_argument("--only", help="K/N of the seeds; in tune: some arms, with commas")
+    parser.add_argument("--machine", type=int, default=1, help="for gather: its number in the CSV")
     args = parser.parse_args()
     torch.set_num_threads(1)
     init_ranks()
