@@ -437,7 +437,7 @@ def rest(args):
 
 
 def gather(args):
-    """Add the lines of OUT to the CSV, as those of a machine. What it has of other machines stays."""
+    """Add the lines of OUT to the CSV, as those of a machine. Those of other machines stay."""
     paths = sorted(args.out.glob("[0-9]-[0-9]/lines.csv"))
     lines = pandas.concat(map(pandas.read_csv, paths)).assign(machine=args.machine)
     if CSV.exists():

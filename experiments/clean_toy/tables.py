@@ -50,13 +50,18 @@ def read(machine=1):
     return lines
 
 
+def name_of(arm, round_):
+    name = "start" if arm == "start" else NAMES[arm]
+    if arm.startswith("kept") and arm != "kept-em":
+        name += f", {round_} round" + ("s" if round_ > 1 else "")
+    return name
+
+
 def table(lines):
     """The mean of each arm and round over its pairs of fold and seed."""
     rows = {}
     for (arm, round_), own in lines.groupby(["arm", "round"]):
-        name = "start" if arm == "start" else NAMES[arm]
-        if arm.startswith("kept") and arm != "kept-em":
-            name += f", {round_} round" + ("s" if round_ > 1 else "")
+        name = name_of(arm, round_)
         cells = {"new": short(own.new.mean()), "greedy": short(own.greedy.mean())}
         cells |= {"whole triples": short(own.whole.mean()), "known": short(own.known.mean())}
         cells |= {"samples": f"{own.samples.mean():,.0f}" if arm != "start" else "0"}
@@ -96,11 +101,18 @@ DESCRIBED = [
 
 
 def short(number):
-    return f"{number:.3f}".replace("0.", ".")
+    return f"{round(number, 3) + 0.0:.3f}".replace("0.", ".")  # + 0.0: without a -.000
 
 
 def in_words(mean, low, high, _):
     return f"{short(mean)} ({short(low)} to {short(high)})"
+
+
+def differences(lines):
+    """The rows of the page's table of what is described."""
+    for one, other in PRIMARY + DESCRIBED:
+        found = difference(lines, one, other)
+        yield f"| {name_of(*one)} | {name_of(*other)} | {in_words(*found)} | {found[-1]} |"
 
 
 def draw(lines):
@@ -112,17 +124,20 @@ def draw(lines):
     matplotlib.rcParams["svg.hashsalt"] = "cer"
     colors = {"cer": "tab:orange", "exact": "tab:gray", "verifree": "tab:blue", "rule": "tab:green"}
     colors |= {"overlap": "tab:purple", "em": "tab:cyan"}
-    start = lines[lines.arm == "start"].new.mean()
+    means = lines.groupby(["arm", "round"])[["new", "samples", "cpu"]].mean().fillna(0)
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
     for axis, cost, label in zip(axes, ("samples", "cpu"), ("samples drawn", "CPU seconds")):
-        for arm, own in lines.groupby("arm"):
-            kind, _, reward = arm.partition("-")
+        for arm in means.index.unique("arm"):
+            kind, _, rest = arm.partition("-")
+            reward, _, after = rest.partition("-after-")
             if reward not in colors:
                 continue
-            of_round = own.groupby("round")[["new", cost]].mean()
-            x, y = [0, *of_round[cost]], [start, *of_round.new]
-            style = "-o" if kind == "kept" else ":s"
-            axis.plot(x, y, style, color=colors[reward], label=NAMES[arm], markersize=5)
+            begin = ("kept-cer", 1) if after else ("start", 0)
+            curve = pandas.concat([means.loc[[begin]], means.loc[[arm]]])
+            style = {"kept": "-o", "rloo": "--^" if after else ":s"}[kind]
+            axis.plot(
+                curve[cost], curve.new, style, color=colors[reward], label=NAMES[arm], markersize=5
+            )
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("pass@1 on new questions")
@@ -132,12 +147,12 @@ def draw(lines):
 
 
 def main():
-    for machine in 1, 2:
-        lines = read(machine)
-        print(f"machine {machine}", *markdown(lines), sep="\n")
-        for one, other in PRIMARY if machine == 1 else PRIMARY + DESCRIBED:
-            print(one, "minus", other, in_words(*difference(lines, one, other)))
-    draw(lines)  # of machine 2, which ran all arms
+    first, second = read(1), read(2)
+    print(*markdown(first), "", sep="\n")
+    for one, other in PRIMARY:
+        print(name_of(*one), "minus", name_of(*other), in_words(*difference(first, one, other)))
+    print("", *markdown(second), "", *differences(second), sep="\n")
+    draw(second)
 
 
 if __name__ == "__main__":
