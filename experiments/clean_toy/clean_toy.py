@@ -3,7 +3,7 @@
     python experiments/clean_toy/clean_toy.py tune OUT      # which selection, passes, rate and K
     python experiments/clean_toy/clean_toy.py runs OUT      # what both comparisons need
     python experiments/clean_toy/clean_toy.py rest OUT      # all other arms
-    python experiments/clean_toy/clean_toy.py gather OUT    # clean_toy.csv
+    python experiments/clean_toy/clean_toy.py gather OUT --machine 3  # to clean_toy.csv
 
 A *combination* is a kind of question with its three numbers. The toy has 180 of them. Those that
 are withheld stand in no demonstration, in no training question, and in no tuning. What is finished
@@ -440,10 +440,9 @@ def gather(args):
     """Add the lines of OUT to the CSV, as those of a machine. Those of other machines stay."""
     paths = sorted(args.out.glob("[0-9]-[0-9]/lines.csv"))
     lines = pandas.concat(map(pandas.read_csv, paths)).assign(machine=args.machine)
-    if CSV.exists():
-        lines = pandas.concat([pandas.read_csv(CSV), lines])
-    lines = lines.drop_duplicates(["machine", "fold", "seed", "arm", "round"], keep="last")
-    lines.to_csv(CSV, index=False)
+    both = pandas.concat([pandas.read_csv(CSV), lines])
+    both = both.drop_duplicates(["machine", "fold", "seed", "arm", "round"], keep="last")
+    both.to_csv(CSV, index=False)
 
 
 CSV = Path(__file__).with_name("clean_toy.csv")
@@ -454,8 +453,11 @@ def main():
     parser.add_argument("what", choices=["tune", "runs", "rest", "gather"])
     parser.add_argument("out", type=lambda text: Path(text).resolve())
     parser.add_argument("--only", help="K/N of the seeds; in tune: some arms, with commas")
-    parser.add_argument("--machine", type=int, default=1, help="for gather: its number in the CSV")
+    parser.add_argument("--machine", type=int, help="gather: the number of this machine in the CSV")
     args = parser.parse_args()
+    # No default: a machine that rounds otherwise would replace the lines of another one.
+    if args.what == "gather" and args.machine is None:
+        parser.error("gather needs --machine, the number of this machine in the CSV")
     torch.set_num_threads(1)
     init_ranks()
     args.out.mkdir(parents=True, exist_ok=True)

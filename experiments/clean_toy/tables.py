@@ -31,7 +31,7 @@ NAMES = {
 }
 
 
-def read(machine=1):
+def read(machine):
     """A line for each arm, round and seed of a machine, with the samples and CPU seconds since the
     start. Machine 1 ran both comparisons, 2 the other arms too, from starts of its own. Of the
     others machine 1 has one pair of fold and seed, which is left out."""
@@ -108,9 +108,9 @@ def in_words(mean, low, high, _):
     return f"{short(mean)} ({short(low)} to {short(high)})"
 
 
-def differences(lines):
-    """The rows of the page's table of what is described."""
-    for one, other in PRIMARY + DESCRIBED:
+def differences(lines, compared):
+    """The rows of a table: each pair of (arm, round), and the difference between them."""
+    for one, other in compared:
         found = difference(lines, one, other)
         yield f"| {name_of(*one)} | {name_of(*other)} | {in_words(*found)} | {found[-1]} |"
 
@@ -147,11 +147,10 @@ def draw(lines):
 
 
 def main():
-    first, second = read(1), read(2)
-    print(*markdown(first), "", sep="\n")
-    for one, other in PRIMARY:
-        print(name_of(*one), "minus", name_of(*other), in_words(*difference(first, one, other)))
-    print("", *markdown(second), "", *differences(second), sep="\n")
+    first = read(1)
+    second = read(2)
+    print(*markdown(first), "", *differences(first, PRIMARY), "", sep="\n")
+    print(*markdown(second), "", *differences(second, PRIMARY + DESCRIBED), sep="\n")
     draw(second)
 
 

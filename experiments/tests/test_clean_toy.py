@@ -64,7 +64,8 @@ def test_the_parts_are_disjoint():
 
 
 def test_the_tables_and_both_primary_comparisons():
-    lines, page = tables.read(1), page_of("clean_toy")
+    lines = tables.read(1)
+    page = page_of("clean_toy")
     for row in tables.markdown(lines):
         assert row in page
     for one, other in tables.PRIMARY:
@@ -88,34 +89,42 @@ def test_the_tables_and_both_primary_comparisons():
 
 
 def test_all_arms_on_the_second_machine():
-    lines, page = tables.read(2), page_of("clean_toy")
-    for row in [*tables.markdown(lines), *tables.differences(lines)]:
+    lines = tables.read(2)
+    page = page_of("clean_toy")
+    described = tables.differences(lines, tables.PRIMARY + tables.DESCRIBED)
+    for row in [*tables.markdown(lines), *described]:
         assert row in page
     assert {*tables.NAMES} < {*lines.arm}
-    by_P = tables.difference(tables.read(1), ("kept-cer", 1), ("kept-verifree", 1))
-    assert f"CER's minus $P$'s is {tables.in_words(*by_P)}." in words_of(page)
+    # RLOO that begins where one round ends has drawn the samples of both.
+    drawn = lines[lines.arm == "rloo-cer-after-kept"].samples
+    assert {*drawn} == {8 * 2000 + 200 * 16 * 8}
+
+
+def test_what_the_page_tells_of_other_judges_and_more_rounds():
+    page = words_of(page_of("clean_toy"))
+    first = tables.read(1)
+    by_P = tables.in_words(*tables.difference(first, ("kept-cer", 1), ("kept-verifree", 1)))
+    assert f"CER's minus $P$'s is {by_P}." in page
     rewards = words_of((ROOT / "docs" / "rewards.md").read_text())
-    assert f"not declared, is {tables.in_words(*by_P)}.)" in rewards
-    second = tables.in_words(*tables.difference(tables.read(1), ("kept-cer", 2), ("kept-cer", 1)))
-    assert f"on the first machine the second minus the first is {second}." in words_of(page)
-    new = {name: each.new for name, each in tables.table(lines).iterrows()}
+    assert f"not declared, is {by_P}.)" in rewards
+    second = tables.in_words(*tables.difference(first, ("kept-cer", 2), ("kept-cer", 1)))
+    assert f"on the first machine the second minus the first is {second}." in page
+    new = tables.table(tables.read(2)).new
     rounds = [new[f"kept by CER, {each}"] for each in ("1 round", "2 rounds", "3 rounds")]
     assert f"ends lower here, {', '.join(rounds)}," in page and rounds == sorted(rounds)[::-1]
     assert f"three rounds to {new['kept by shared words, 3 rounds']}," in page
     after = new["one round kept by CER, then RLOO: cer"]
-    assert f"where its round ends, goes on to {after}, which is undecided" in words_of(page)
+    assert f"where its round ends, goes on to {after}, which is undecided" in page
     bare = f"lower the new ones, from {new['start']} to {new['fine-tuned on bare references']}."
-    assert bare in words_of(page)
-    # RLOO that begins where one round ends has drawn the samples of both.
-    drawn = lines[lines.arm == "rloo-cer-after-kept"].samples
-    assert {*drawn} == {8 * 2000 + 200 * 16 * 8}
+    assert bare in page
 
 
 def test_what_rounding_changes():
     """Of one fold and seed on both machines: how far apart their shares end."""
     both = [tables.read(machine).set_index(["arm", "round", "fold", "seed"]) for machine in (1, 2)]
     apart = (both[1].new - both[0].new).dropna().drop("start").groupby(["arm", "round"])
-    page, spread = words_of(page_of("clean_toy")), apart.std()
+    page = words_of(page_of("clean_toy"))
+    spread = apart.std()
     told = f"{tables.short(spread.min())} to {tables.short(spread.max())}"
     assert f"a standard deviation of {told} over the six pairs" in page and {*apart.size()} == {6}
     assert f"a mean of at most {tables.short(apart.mean().abs().max())}." in page
@@ -125,7 +134,8 @@ def test_gather_keeps_the_lines_of_other_machines(tmp_path):
     (tmp_path / "3-2").mkdir()
     line = {"fold": 3, "seed": 2, "arm": "start", "round": 0, "new": 0.5}
     pandas.DataFrame([line]).to_csv(tmp_path / "3-2" / "lines.csv", index=False)
-    copy, before = tmp_path / "copy.csv", pandas.read_csv(clean_toy.CSV)
+    before = pandas.read_csv(clean_toy.CSV)
+    copy = tmp_path / "copy.csv"
     before.to_csv(copy, index=False)
     with mock.patch.object(clean_toy, "CSV", copy):
         for _ in range(2):  # twice is once
@@ -133,6 +143,15 @@ def test_gather_keeps_the_lines_of_other_machines(tmp_path):
     after = pandas.read_csv(copy)
     assert len(after) == len(before) + 1 and after[after.machine == 7].new.tolist() == [0.5]
     pandas.testing.assert_frame_equal(after[after.machine != 7], before)
+
+
+def test_gather_asks_which_machine_it_was(tmp_path, capsys):
+    before = clean_toy.CSV.read_bytes()
+    with mock.patch("sys.argv", ["clean_toy.py", "gather", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="2"):
+            clean_toy.main()
+    assert "gather needs --machine" in capsys.readouterr().err
+    assert clean_toy.CSV.read_bytes() == before
 
 
 def test_a_seed_is_measured_by_todays_programs(tmp_path, toy_model_dir):
